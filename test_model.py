@@ -1,0 +1,754 @@
+"""python -m pytest -q test_model.py
+
+Tests of every script, against independent computation: float64 transcriptions of the equations, finite differences,
+scipy, closed forms, the paper's numbers. No GPU is needed; the fused kernels run in Triton's interpreter.
+"""
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
+
+import eval as evaluation
+import train
+from model import ARMS, GPT, GPTConfig, HeadLoss
+from prepare import BadInput, Failed, open_data, parse_flags
+
+ROOT = Path(__file__).resolve().parent
+# ---------------------------------------------------------------------------------------------------------
+# The model
+
+COUNTS = {  # the paper's Table 4 and the arithmetic of its parts: S and M, vocabulary 32,768
+    "plain": (119_753_280, 342_957_888), "block": (119_791_296, 343_039_424), "tied": (119_791_296, 343_039_424),
+    "rd": (119_800_512, 343_059_392), "average": (119_800_512, 343_059_392), "frozen_v": (119_800_512, 343_059_392),
+    "q_kv": (119_800_512, 343_059_392), "k_qv": (119_800_512, 343_059_392), "q_k_v": (119_809_728, 343_079_360),
+}
+TINY = dict(n_layer=6, n_embd=32, n_head=2, block_layers=2, context=16, vocab_size=61)
+
+
+def tiny(arch="rd", seed=1, backend="reference", **kw):
+    return GPT(GPTConfig(arch=arch, backend=backend, **{**TINY, **kw}), seed=seed)
+
+
+def tokens(B=2, T=16, seed=0, vocab=61):
+    ids = torch.randint(vocab, (B, T + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def stir(model, scale=0.5, seed=3):
+    """Queries and gains away from their start, so that routes matter."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if p.dim() == 1:
+                p += scale * torch.randn(p.shape, generator=g)
+    return model
+
+
+def tie(rd, block):
+    """Give `rd` the parameters of `block`, its V query those of the QK query."""
+    with torch.no_grad():
+        rd.load_from(block.state_dict(), "block")
+    return rd
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_parameter_counts(arch):
+    assert arch in COUNTS, "a new arm states its exact count at S and M here"
+    for scale, want in zip(("S", "M"), COUNTS[arch]):
+        with torch.device("meta"):
+            model = GPT(GPTConfig.from_scale(scale, arch))
+        assert sum(p.numel() for p in model.parameters()) == want
+        d, L = model.config.n_embd, model.config.n_layer
+        assert want == 32768 * d + L * (4 * d * d + 15 * d * d) + (2 * L + 1) * d + (0 if arch == "plain" else
+               (4 * L + 2) * d + L * d * (len(ARMS[arch].reads) - 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tied_queries_are_the_parent_bit_for_bit(dtype):
+    """Paper, appendix B: two reads with one query's value; and the gradient of that query is the sum over the reads."""
+    block = stir(tiny("block"))
+    rd = tie(tiny("rd"), block)
+    assert not torch.equal(rd.layers[3].attn_read.query["v"], torch.zeros(32))
+    x, y = tokens()
+    with evaluation.make_autocast(torch.device("cpu"), dtype)():
+        assert torch.equal(block(x), rd(x))
+        (_, a), (_, b) = block(x, y), rd(x, y)
+    assert torch.equal(a, b)
+    a.backward(), b.backward()
+    tolerance = 1e-5 if dtype == "float32" else 2e-2  # sums of two bfloat16-rounded gradients
+    for mine, theirs in zip(rd.layers, block.layers):
+        parent = theirs.attn_read.query["qkv"].grad
+        both = mine.attn_read.query["qk"].grad + mine.attn_read.query["v"].grad
+        assert (both - parent).norm() <= tolerance * parent.norm() + 1e-9
+
+
+def test_tied_arm_is_block_bit_for_bit():
+    block, tied = stir(tiny("block")), tiny("tied")
+    tied.load_state_dict(block.state_dict())
+    x, _ = tokens()
+    assert torch.equal(block(x), tied(x))
+
+
+def published_forward(model, idx):
+    """The parent's published form in float64, written from the paper alone: sources stacked, keys normalised, einsums."""
+    c, P = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
+    arm, eps, T = ARMS[c.arch], c.eps, idx.shape[1]
+    norm = lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+    def read(sources, prefix):
+        V = torch.stack(sources)
+        keys = norm(V) * P[prefix + ".key_gain"]
+        out = []
+        for n in [n for n in P if n.startswith(prefix + ".query.")]:
+            alpha = torch.einsum("d,kbtd->kbt", P[n], keys).softmax(0)
+            out.append(torch.einsum("kbt,kbtd->btd", alpha, V))
+        return out
+
+    def rope(x):  # [B, T, H, e] on neighbouring pairs
+        e = x.shape[-1]
+        theta = torch.arange(T).double()[:, None] * c.rope_base ** (-2 * torch.arange(e // 2).double() / e)
+        cos, sin, a, b = theta.cos()[:, None], theta.sin()[:, None], x[..., 0::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+    x = P["wte"][idx]
+    completed, partial, stream = [x], None, x
+    for l in range(c.n_layer):
+        pre = f"layers.{l}"
+        if l % c.block_layers == 0 and partial is not None:
+            completed, partial = completed + [partial], None
+        sources = lambda: completed + ([partial] if partial is not None else [])
+        if arm.reads:
+            hs = read(sources(), pre + ".attn_read")
+            if arm.combine:
+                hs = [(hs[0] + hs[1]) / 2]
+            feed = {r: hs[min(len(hs) - 1, next(i for i, g in enumerate(arm.reads) if r in g))] for r in "qkv"}
+        else:
+            feed = dict.fromkeys("qkv", stream)
+        q, k, v = ((norm(feed[r]) * P[pre + ".attn_norm"] @ w.T).unflatten(-1, (c.n_head, -1))
+                   for r, w in zip("qkv", P[pre + ".w_qkv"].chunk(3)))
+        scores = torch.einsum("bthe,bshe->bhts", rope(q), rope(k)) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        out = torch.einsum("bhts,bshe->bthe", scores.softmax(-1), v).flatten(-2) @ P[pre + ".w_o"].T
+        partial, stream = out if partial is None else partial + out, stream + out
+        h = norm(read(sources(), pre + ".mlp_read")[0] if arm.reads else stream) * P[pre + ".mlp_norm"]
+        gate, up = (h @ P[pre + ".w_gate_up"].T).chunk(2, -1)
+        out = (gate * gate.sigmoid() * up) @ P[pre + ".w_down"].T
+        partial, stream = partial + out, stream + out
+    final = read(completed + [partial], "out_read")[0] if arm.reads else stream
+    return norm(final) * P["out_norm"] @ P["wte"].T
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_whole_model_against_the_published_form(arch):
+    """Logits and loss against an independent float64 transcription of the equations, routes far from uniform."""
+    model = stir(tiny(arch, n_layer=5))  # the last block is cut short
+    x, y = tokens()
+    want = published_forward(model, x)
+    got = model(x).double()
+    assert (got - want).norm() <= 2e-6 * want.norm()
+    assert abs(model(x, y)[1].item() - F.cross_entropy(want.flatten(0, 1), y.flatten()).item()) < 2e-6
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_gradients_against_finite_differences(arch):
+    """Every parameter's gradient, along a random direction, against central differences in float64."""
+    model = stir(tiny(arch, n_layer=3)).double()
+    x, y = tokens(1, 8)
+
+    def loss():
+        return F.cross_entropy(F.linear(model.hidden(x), model.wte).flatten(0, 1), y.flatten())
+    loss().backward()
+    g = torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            assert p.grad is None
+            continue
+        way, h = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-6
+        with torch.no_grad():
+            p += h * way
+            up = loss()
+            p -= 2 * h * way
+            down = loss()
+            p += h * way
+        assert abs((p.grad * way).sum() - (up - down) / (2 * h)) < 1e-6, name
+
+
+def test_head_loss_equals_cross_entropy_and_its_gradients():
+    g = torch.Generator().manual_seed(0)
+    h, w = torch.randn(37, 8, generator=g).requires_grad_(), torch.randn(50, 8, generator=g).requires_grad_()
+    t = torch.randint(50, (37,), generator=g)
+    want = F.cross_entropy(h.double() @ w.double().T, t)
+    dh, dw = torch.autograd.grad(want, (h, w))
+    got = HeadLoss.apply(h, w, t, 10)  # chunks that do not divide the rows
+    gh, gw = torch.autograd.grad(3 * got, (h, w))
+    assert abs(got - want) < 1e-6 and (gh - 3 * dh).abs().max() < 1e-6 and (gw - 3 * dw).abs().max() < 1e-6
+
+
+def test_layer_zero_and_zero_queries_get_no_gradient():
+    """One source leaves nothing to choose; at zero queries a key gain cannot matter (method: exactly 0)."""
+    x, y = tokens()
+    model = tiny("q_k_v")
+    model(x, y)[1].backward()
+    for layer in model.layers:
+        assert all(r.key_gain.grad.abs().max() == 0 for r in (layer.attn_read, layer.mlp_read))
+    assert model.layers[1].attn_read.query["v"].grad.abs().max() > 0
+    model = stir(tiny("q_k_v"))
+    model(x, y)[1].backward()
+    first = model.layers[0].attn_read
+    assert first.key_gain.grad.abs().max() == 0 and all(q.grad.abs().max() == 0 for q in first.query.values())
+    assert model.layers[1].attn_read.key_gain.grad.abs().max() > 0
+
+
+def test_every_arm_starts_as_plain_and_from_the_same_weights():
+    x, y = tokens()
+    plain = tiny("plain", n_embd=64)
+    base = plain(x, y)[1].item()
+    for arch in ARMS:
+        model = tiny(arch, n_embd=64)
+        for name, p in plain.named_parameters():
+            assert torch.equal(p, model.get_parameter(name)), f"{arch}: {name} starts elsewhere"
+        assert abs(model(x, y)[1].item() / base - 1) < 1e-2
+        assert train.starting_hash(model) == train.starting_hash(plain)
+    assert not torch.equal(plain.wte, tiny("plain", n_embd=64, seed=2).wte)
+    std = plain.layers[0].w_o.std().item()
+    assert abs(std - 0.02) < 0.001, "output projections are not scaled by depth"
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_causality(arch):
+    model = stir(tiny(arch))
+    x, _ = tokens()
+    changed = x.clone()
+    changed[:, 9] = (x[:, 9] + 1) % 61
+    a, b = model(x), model(changed)
+    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_average_is_degenerate():
+    """Two queries that start equal and enter symmetrically get equal gradients: they never part (README, known limits)."""
+    model, block = tiny("average"), tiny("block")
+    settings = dict(lr=0.01, weight_decay=0.1, route_lr_mult=1.0, beta1=0.9, beta2=0.95, adam_eps=1e-8)
+    opt, opt_block = train.make_optimizer(model, settings), train.make_optimizer(block, settings)
+    for n in range(5):
+        x, y = tokens(seed=n)
+        for m, o in ((model, opt), (block, opt_block)):
+            loss = m(x, y)[1]
+            loss.backward()
+            train.update(m, o, 0.01, 0.0)
+        for layer in model.layers:
+            assert torch.equal(layer.attn_read.query["qk"], layer.attn_read.query["v"])
+    a, b = model(x, y)[1].item(), block(x, y)[1].item()
+    assert abs(a - b) < 1e-4 and model.layers[3].attn_read.query["v"].abs().max() > 0
+
+
+def test_decay_groups():
+    """Decay on matrices, the tied embedding included; none on gains or routes; frozen queries nowhere."""
+    model = tiny("frozen_v")
+    groups = {g["kind"]: g for g in model.param_groups(1e-3, 0.1, 2.0)}
+    assert {n.split(".")[-1] for n in groups["matrices"]["names"]} == {"wte", "w_qkv", "w_o", "w_gate_up", "w_down"}
+    assert {n.split(".")[-1] for n in groups["gains"]["names"]} == {"attn_norm", "mlp_norm", "out_norm", "key_gain"}
+    assert {n.split(".")[-1] for n in groups["queries"]["names"]} == {"qk", "mlp", "out"}
+    assert (groups["matrices"]["weight_decay"], groups["gains"]["weight_decay"], groups["queries"]["weight_decay"]) == (0.1, 0, 0)
+    assert groups["queries"]["lr"] == 2e-3
+    named = [n for g in groups.values() for n in g["names"]]
+    assert sorted(named) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    # a stacked [L, d] tensor of queries is two-dimensional, and a routing parameter all the same
+    model.layers[0].attn_read.key_gain = torch.nn.Parameter(torch.ones(4, 32))
+    names = {g["kind"]: g["names"] for g in model.param_groups(1e-3, 0.1)}
+    assert "layers.0.attn_read.key_gain" in names["gains"]
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_generation_repeats_and_takes_long_prompts(arch):
+    model = tiny(arch)
+    prompt = torch.arange(40)[None] % 61  # longer than the context of 16
+    a, b = (model.generate(prompt, 5, top_k=20, generator=torch.Generator().manual_seed(7)) for _ in range(2))
+    assert torch.equal(a, b) and a.shape == (1, 45)
+    greedy = model.generate(prompt, 1, temperature=0)
+    assert greedy[0, -1] == model(prompt[:, -16:])[0, -1].argmax()
+
+
+def test_another_arms_weights():
+    block = stir(tiny("block"))
+    with pytest.raises(BadInput, match="nothing for"):
+        tiny("block").load_from(tiny("plain").state_dict(), "plain")
+    with pytest.raises(BadInput, match="is .* here and"):
+        tiny("block").load_from(tiny("block", n_embd=64).state_dict(), "block")
+    model = tiny("q_k_v")
+    model.load_from(block.state_dict(), "block")
+    assert all(torch.equal(q, block.layers[2].attn_read.query["qkv"]) for q in model.layers[2].attn_read.query.values())
+
+
+def test_config_names_every_problem():
+    with pytest.raises(BadInput) as e:
+        GPTConfig(n_layer=0, n_embd=-1, residual_dtype="int8")
+    assert len(str(e.value).splitlines()) == 3
+    with pytest.raises(BadInput, match="nearest n_head: 36"):
+        GPTConfig(n_embd=576, n_head=37)
+    with pytest.raises(BadInput, match="did you mean block"):
+        GPTConfig(arch="blok")
+    with pytest.raises(BadInput, match="17 tokens do not fit the context of 16"):
+        tiny()(torch.zeros(1, 17, dtype=torch.long))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training
+
+
+def test_schedule():
+    """Method, section 2, at the paper's length."""
+    N = math.ceil(2e9 / 32768)
+    W = train.warmup_steps(N, 0.02)
+    assert (N, W) == (61036, 1221)
+    assert train.lr_at(1, N, W, 3e-4) == pytest.approx(3e-4 / 1221, rel=1e-12)
+    assert train.lr_at(W, N, W, 3e-4) == 3e-4 and train.lr_at(N, N, W, 3e-4) == pytest.approx(3e-5, rel=1e-12)
+    middle = (N + W) // 2
+    assert train.lr_at(middle, N, W, 3e-4) == pytest.approx(3e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * (middle - W) / (N - W)))), rel=1e-12)
+    assert [m * 32768 for m in train.milestones(N, None)] == [250_019_840, 500_006_912, 1_000_013_824, 2_000_027_648]
+    assert train.milestones(N, 15_259) == [7630, 15259]
+    assert train.milestones(1, None) == [1] and train.lr_at(1, 1, train.warmup_steps(1, 0.02), 1.0) == 1.0
+    assert train.milestones(N, 10) == [10]
+
+
+def write_bin(path, n, vocab=61, seed=0):
+    np.random.RandomState(seed).randint(0, vocab, n).astype("<u2").tofile(path)
+    return path
+
+
+def test_data_order(tmp_path):
+    """Pure in (seed, B, T, n); every window once an epoch; batches run across epoch ends; shifted targets."""
+    path = write_bin(tmp_path / "train.bin", 16 * 10 + 5)
+    b = train.Batches(path, 16, 4, seed=5)
+    assert b.n == 10
+    flat = np.concatenate([b.indices(s) for s in range(5)])  # two epochs of 10 in five batches of 4
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and list(flat[:10]) != list(flat[10:])
+    expect = np.concatenate([np.random.RandomState([5, e]).permutation(10) for e in (0, 1)])
+    assert np.array_equal(flat, expect)
+    assert np.array_equal(b.indices(3), train.Batches(path, 16, 4, seed=5).indices(3)), "a later step alone gives the same"
+    bin = np.fromfile(path, "<u2")
+    for ranks in (1, 2, 4):
+        for micro in (1, 4 // ranks):
+            rows = [torch.cat((x, y[:, -1:]), 1) for r in range(ranks) for x, y in b.micro(2, micro, r, ranks)]
+            got = sorted(map(tuple, torch.cat(rows).tolist()))
+            assert got == sorted(tuple(bin[i * 16:i * 16 + 17].tolist()) for i in b.indices(2))
+
+
+FLAGS = dict(scale="nano", n_layer=4, n_embd=32, n_head=2, block_layers=2, context=16, batch_size=4, micro_batch=4, max_steps=12,
+             eval_tokens=320, device="cpu", dtype="float32", lr=3e-3, ckpt_every=3)
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """A data folder of random words, prepared for real."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    folder = tmp_path_factory.mktemp("toy")
+    rng = np.random.RandomState(0)
+    words = ["".join(rng.choice(list("abcdefghij"), rng.randint(2, 7))) for _ in range(60)]
+    docs = [" ".join(rng.choice(words, 40)) for _ in range(120)]
+    pq.write_table(pa.table({"text": docs}), folder / "toy.parquet")
+    done = run_command("prepare.py", f"--source={folder / 'toy.parquet'}", f"--out={folder / 'data'}", "--vocab_size=300",
+                       "--val_fraction=0.1", "--test_fraction=0.1", "--workers=1")
+    assert done.returncode == 0, done.stderr
+    return folder / "data"
+
+
+def run_command(*args, env=None, timeout=120):
+    """`python ARGS` from the project's folder, one thread, as a user would."""
+    return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+
+
+def as_flags(**kw):
+    return [f"--{k}={v}" for k, v in {**FLAGS, **kw}.items()]
+
+
+def train_here(out, toy, **kw):
+    """train.main in this process; (exit code, run folder)."""
+    before = set(Path(out).glob("nano-*"))
+    code = train.main(as_flags(data=toy, out=out, **kw))
+    new = sorted(set(Path(out).glob("nano-*")) - before)
+    return code, new[0] if len(new) == 1 else new
+
+
+def timeless(folder):
+    """The lines of a run's metrics without what may differ between identical runs."""
+    lines = [json.loads(x) for x in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in x.items() if k not in ("seconds", "tokens_per_s", "peak_memory_bytes")} for x in lines]
+
+
+def same_state(a, b):
+    a, b = (torch.load(Path(x) / "ckpt.pt", weights_only=True) for x in (a, b))
+    assert a["step"] == b["step"]
+    for k in a["model"]:
+        assert torch.equal(a["model"][k], b["model"][k]), k
+    for i, state in a["optimizer"]["state"].items():
+        for k, v in state.items():
+            assert torch.equal(v, b["optimizer"]["state"][i][k])
+
+
+@pytest.fixture(scope="session")
+def toy_runs(toy, tmp_path_factory):
+    """block and rd, trained as a pair; a folder of runs."""
+    out = tmp_path_factory.mktemp("runs")
+    assert train.main(as_flags(data=toy, out=out, arch="block,rd")) == 0
+    return out
+
+
+def the_run(runs, arch):
+    return next(Path(runs).glob(f"nano-{arch}-s123-*"))
+
+
+def test_a_run_is_what_the_contract_says(toy_runs):
+    folder = the_run(toy_runs, "rd")
+    assert folder.name == "nano-rd-s123-datadata-steps12-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32"
+    c = json.loads((folder / "config.json").read_text())
+    assert {"arch", "scale", "seed", "backend", "max_steps", "tokens_per_step", "n_params", "data_fingerprint", "torch", "triton", "python",
+            "device", "git_commit", "git_dirty", "probe", "init_sha256"} <= set(c)
+    assert not any(isinstance(v, dict) for k, v in c.items() if k != "probe")
+    lines = timeless(folder)
+    steps = [x for x in lines if x["kind"] == "train"]
+    assert [x["step"] for x in steps] == list(range(1, 13)) and [x["tokens"] for x in steps] == [64 * n for n in range(1, 13)]
+    assert [x["lr"] for x in steps] == [train.lr_at(n, 12, 1, 3e-3) for n in range(1, 13)]
+    evals = [x for x in lines if x["kind"] == "eval"]
+    assert [x["step"] for x in evals] == [2, 3, 6, 12] and all(x["eval_tokens"] == 320 and len(x["js"]) == 4 for x in evals)
+    assert evals[-1]["js"][0] == 0 and evals[-1]["js_mean"] == pytest.approx(sum(evals[-1]["js"][1:]) / 3, rel=1e-12)
+    assert lines[-1] == dict(kind="end", status="complete", step=12, tokens=768)
+    windows = np.load(folder / "eval" / "val-000012.npy")
+    assert windows.dtype == np.float64 and windows.shape == (20,) and windows.mean() == pytest.approx(evals[-1]["nll"], abs=1e-12)
+    assert evals[-1]["ppl"] == pytest.approx(math.exp(evals[-1]["nll"]))
+    plan = json.loads((toy_runs / "plan.json").read_text())["plans"][0]
+    assert plan["arms"] == ["block", "rd"] and plan["runs"][1] == folder.name
+    a, b = (json.loads((the_run(toy_runs, x) / "config.json").read_text()) for x in ("block", "rd"))
+    assert a["init_sha256"] == b["init_sha256"]
+
+
+def test_first_loss_is_the_untrained_models(toy_runs, toy):
+    """The logged loss of step 1 is that before the update, on the windows that the data order names."""
+    folder = the_run(toy_runs, "block")
+    c = json.loads((folder / "config.json").read_text())
+    bin = np.fromfile(toy / "train.bin", "<u2").astype(np.int64)
+    index = np.random.RandomState([123, 0]).permutation((len(bin) - 1) // 16)[:4]
+    ids = torch.from_numpy(np.stack([bin[i * 16:i * 16 + 17] for i in index]))
+    want = published_forward(GPT(evaluation.model_config(c), seed=123), ids[:, :-1])
+    want = F.cross_entropy(want.flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert timeless(folder)[0]["loss"] == pytest.approx(want, abs=1e-6)
+
+
+def test_eval_command_repeats_what_training_logged(toy_runs, toy):
+    folder = the_run(toy_runs, "rd")
+    logged = [x for x in timeless(folder) if x["kind"] == "eval"][-1]
+    stored = (folder / "eval" / "val-000012.npy").read_bytes()
+    (folder / "eval" / "val-000012.npy").unlink()
+    done = run_command("eval.py", folder, "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"{logged['nll']:.6f}" in done.stdout and f"{logged['bits_per_byte']:.5f}" in done.stdout
+    assert (folder / "eval" / "val-000012.npy").read_bytes() == stored
+    # bits per byte by hand: NLL over ln 2 and the UTF-8 bytes of the targets, EOS counting 0
+    ids = np.fromfile(toy / "val.bin", "<u2")[1:321]
+    n_bytes = len(open_data(toy).tokenizer().decode([i for i in ids if i != 3], skip_special_tokens=False).encode())
+    assert logged["bits_per_byte"] == pytest.approx(logged["nll"] * 320 / math.log(2) / n_bytes, rel=1e-9)
+
+
+def test_evaluation_does_not_depend_on_its_batch(toy_runs, toy):
+    model, c, _ = evaluation.load_run(the_run(toy_runs, "rd"), torch.device("cpu"))
+    data, cpu = open_data(toy), torch.device("cpu")
+    results = [evaluation.evaluate(model, data, "val", 20, b, cpu, evaluation.make_autocast(cpu, "float32")) for b in (1, 3, 7, 20)]
+    for r in results[1:]:
+        assert abs(r["nll"] - results[0]["nll"]) < 1e-9 * results[0]["nll"] + 1e-8
+        assert r["bits_per_byte"] == pytest.approx(results[0]["bits_per_byte"], rel=1e-7)
+        assert np.allclose(r["js"], results[0]["js"], atol=1e-9)
+
+
+def test_js_divergence():
+    p, q = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([0.2, 0.3, 0.5])
+    from scipy.spatial.distance import jensenshannon
+    got = evaluation.js_divergence(p[:, None], q[:, None]).item()
+    assert got == pytest.approx(jensenshannon(p.double(), q.double()) ** 2, abs=1e-6)
+    assert evaluation.js_divergence(torch.eye(2)[0], torch.eye(2)[1]).item() == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_twice_the_same_command_twice_the_same_run(toy_runs, toy, tmp_path):
+    code, folder = train_here(tmp_path, toy, arch="rd")
+    assert code == 0 and timeless(folder) == timeless(the_run(toy_runs, "rd"))
+    same_state(folder, the_run(toy_runs, "rd"))
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 7, 12])
+def test_resume_is_exact(toy_runs, toy, tmp_path, stop_at, monkeypatch):
+    """A signal at any step, then the same command: the bytes of an undisturbed run, across an epoch end as well."""
+    real = train.update
+
+    def update(model, optimizer, lr, clip):
+        update.calls += 1
+        if update.calls == stop_at:
+            train.STOP["signal"] = signal.SIGTERM
+        return real(model, optimizer, lr, clip)
+    update.calls = 0
+    monkeypatch.setattr(train, "update", update)
+    train.probe()  # its own updates do not count
+    update.calls = 0
+    code, folder = train_here(tmp_path, toy, arch="rd")
+    train.STOP["signal"] = 0
+    assert code == 143 and timeless(folder)[-1]["status"] == "stopped"
+    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == stop_at
+    monkeypatch.undo()
+    assert train.main(as_flags(data=toy, out=tmp_path, arch="rd")) == 0
+    assert timeless(folder) == timeless(the_run(toy_runs, "rd"))
+    same_state(folder, the_run(toy_runs, "rd"))
+
+
+def test_kill_during_a_save_leaves_the_previous_checkpoint(toy, tmp_path):
+    """SIGKILL at the moment of the rename, the worst one; the restart ends as if nothing had been."""
+    script = ("import os, sys, train\n"
+              "real, calls = os.replace, [0]\n"
+              "def replace(a, b):\n"
+              "    if str(b).endswith('ckpt.pt'):\n"
+              "        calls[0] += 1\n"
+              "        if calls[0] == 3: os.kill(os.getpid(), 9)\n"
+              "    real(a, b)\n"
+              "os.replace = replace\n"
+              "train.main(sys.argv[1:])\n")
+    flags = as_flags(data=toy, out=tmp_path, arch="block")
+    done = run_command("-c", script, *flags)
+    folder = next(tmp_path.glob("nano-*"))
+    assert done.returncode == -9 and torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 3
+    assert (folder / "lock").exists(), "the killed process could not remove its lock; the next one takes it over"
+    assert train.main(flags) == 0
+    code, straight = train_here(tmp_path / "straight", toy, arch="block")
+    assert timeless(folder) == timeless(straight)
+    same_state(folder, straight)
+    assert not (folder / "lock").exists()
+
+
+def test_accumulation_changes_nothing(toy, tmp_path):
+    runs = [train_here(tmp_path / str(m), toy, arch="rd", micro_batch=m, tag=f"m{m}")[1] for m in (4, 2, 1)]
+    first = timeless(runs[0])
+    for other in map(timeless, runs[1:]):
+        for a, b in zip(first, other):
+            for key in ("loss", "grad_norm", "nll"):
+                assert key not in a or a[key] == pytest.approx(b[key], rel=1e-6)
+    a, b = (torch.load(r / "ckpt.pt", weights_only=True)["model"] for r in (runs[0], runs[2]))
+    moved = math.sqrt(sum((a[k] - b[k]).square().sum().item() for k in a) / sum(a[k].square().sum().item() for k in a))
+    assert moved < 1e-5
+
+
+def test_early_stop_keeps_the_schedule(toy_runs, toy, tmp_path):
+    code, folder = train_here(tmp_path, toy, arch="rd", stop_tokens=6 * 64)
+    lines, whole = timeless(folder), timeless(the_run(toy_runs, "rd"))
+    assert "-stop6-" in folder.name and lines[-1] == dict(kind="end", status="complete", step=6, tokens=384)
+    assert lines[:-1] == [x for x in whole if x["step"] <= 6]
+
+
+def test_finished_runs_are_skipped_and_a_failing_one_does_not_end_a_sweep(toy, tmp_path, capsys):
+    flags = as_flags(data=toy, out=tmp_path, arch="block", seed="1,2", max_steps=4)
+    for folder in ("nano-block-s1-datadata-steps4-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32",):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ckpt.pt").write_bytes(b"not a checkpoint")
+        (tmp_path / folder / "config.json").write_text("{}")
+    assert train.main(flags) == 1
+    out = capsys.readouterr().out
+    assert "1 failed; 1 complete" in out and "s1-" in out.split("failed: ")[1]
+    assert train.main(flags) == 1
+    assert "1 done" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "plan.json").read_text())["plans"]) == 1
+
+
+def test_divergence_is_caught_and_marked(toy, tmp_path, monkeypatch):
+    real = train.accumulate
+    calls = [0]
+
+    def accumulate(*a):
+        calls[0] += 1
+        return real(*a) * (math.nan if calls[0] == 8 else 1)
+    monkeypatch.setattr(train, "accumulate", accumulate)
+    with pytest.raises(Failed, match="step 8 is not finite"):
+        train_here(tmp_path, toy, arch="rd")
+    folder = next(tmp_path.glob("nano-*"))
+    lines = timeless(folder)  # strict JSON: json.loads would let NaN through, so look
+    assert "NaN" not in (folder / "metrics.jsonl").read_text()
+    assert lines[-1]["status"] == "diverged" and lines[-1]["step"] == 8 and lines[-2]["step"] == 7
+    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 6
+    with pytest.raises(Failed, match="diverged; the same command"):
+        train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
+
+
+def test_resume_with_other_settings_is_refused(toy_runs, toy, tmp_path):
+    """A folder that was begun with other settings, data or code is not continued; every difference is named."""
+    folder = tmp_path / the_run(toy_runs, "rd").name
+    shutil.copytree(the_run(toy_runs, "rd"), folder)
+    c = json.loads((folder / "config.json").read_text())
+    before = (folder / "ckpt.pt").read_bytes()
+    for change, words in ((dict(lr=1.0, data_fingerprint="x"), ["lr: 1.0 before, 0.003 now", "data_fingerprint: x before"]),
+                          (dict(probe={**c["probe"], "rd": [0.0] * 7}), ["the code:"])):
+        (folder / "config.json").write_text(json.dumps({**c, **change}))
+        with pytest.raises(BadInput) as e:
+            train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
+        assert all(w in str(e.value) for w in words)
+    assert (folder / "ckpt.pt").read_bytes() == before
+
+
+def test_a_lock_is_respected_and_a_dead_one_taken_over(tmp_path):
+    lock = tmp_path / "lock"
+    with train.claim(lock, "it"):
+        with pytest.raises(train.Busy, match=f"process {os.getpid()} of this host"):
+            with train.claim(lock, "it"):
+                pass
+    assert not lock.exists()
+    lock.write_text(json.dumps(dict(host=socket.gethostname(), pid=2 ** 22 - 3, started="1", time="then")))
+    with train.claim(lock, "it"):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    lock.write_text(json.dumps(dict(host="elsewhere", pid=1, started="1", time="then")))
+    with pytest.raises(train.Busy, match="elsewhere.*--force"):
+        with train.claim(lock, "it"):
+            pass
+    with train.claim(lock, "it", force=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_upcycling_starts_as_its_parent(toy_runs, toy, tmp_path):
+    parent = the_run(toy_runs, "block")
+    code, folder = train_here(tmp_path, toy, arch="rd", init_from=parent, max_steps=4)
+    first = next(x for x in timeless(folder) if x["kind"] == "eval")
+    last = [x for x in timeless(parent) if x["kind"] == "eval"][-1]
+    assert first["step"] == 0 and first["nll"] == last["nll"] and first["js"] == [0.0] * 4
+
+
+def test_freeze(toy, tmp_path):
+    _, folder = train_here(tmp_path, toy, arch="rd", freeze="*.query.v", max_steps=4)
+    model, c, _ = evaluation.load_run(folder, torch.device("cpu"))
+    assert all(x.attn_read.query["v"].abs().max() == 0 for x in model.layers) and c["n_params_frozen"] == 4 * 32
+    assert model.layers[1].attn_read.query["qk"].abs().max() > 0
+    with pytest.raises(BadInput, match="matches no parameter"):
+        train_here(tmp_path, toy, arch="rd", freeze="nothing", max_steps=4)
+
+
+def test_names():
+    """Settings that are not the scale's default enter a run's name, in order; machine settings never."""
+    name = lambda **kw: train.resolve(train.Flags(device="cpu", **kw), torch.device("cpu"), 1)["name"]
+    assert name(arch="rd", scale="S", seed=123) == "S-rd-s123"
+    assert name(arch="rd", scale="S", seed=7, lr=3e-4, max_tokens=2_000_000_000, batch_size=32, context=1024) == "S-rd-s7"
+    assert name(arch="rd", scale="nano", lr=6e-4) == "nano-rd-s123-lr6e-4"
+    assert name(arch="block", scale="S", micro_batch=2, compile=True, tag="x") == "S-block-s123-x"
+    assert name(arch="rd", scale="S", stop_tokens=500_000_000) == "S-rd-s123-stop15259"
+    assert name(arch="rd", scale="M", backend="reference", grad_clip=0.0, residual_dtype="float32") \
+        == "M-rd-s123-clip0-residualfloat32-backendreference"
+
+
+def test_micro_batch_and_ranks():
+    resolve = lambda ranks, **kw: train.resolve(train.Flags(scale="S", device="cpu", **kw), torch.device("cpu"), ranks)
+    assert resolve(1)["micro_batch"] == 8 and resolve(4, batch_size=12)["micro_batch"] == 3
+    with pytest.raises(BadInput, match="batch_size=32 does not divide among 3 ranks; nearest: 30 or 33"):
+        resolve(3)
+    with pytest.raises(BadInput, match="micro_batch=5 .*nearest: 4 or 8"):
+        resolve(1, micro_batch=5)
+
+
+@pytest.mark.parametrize("words, flags", [
+    (["unknown flag --lrr; did you mean --lr?"], ["--lrr=1"]),
+    (["--max_steps=1.5 wants a whole number", "--lr=x wants a number"], ["--max_steps=1.5", "--lr=x"]),
+    (["did you mean frozen_v?"], ["--arch=frozenv", "--scale=nano"]),
+    (["--scale=L wants one of S, M, nano"], ["--scale=L"]),
+    (["give --max_steps or --max_tokens, not both"], ["--max_steps=5", "--max_tokens=1e6"]),
+    (["data/none", "prepare.py"], ["--data=data/none"]),
+    (["lies beyond the schedule"], ["--max_steps=5", "--stop_tokens=1e9"]),
+    (["--batch_size=0 must be at least 1"], ["--batch_size=0"]),
+    (["no GPU is visible"], ["--device=cuda"]),
+])
+def test_bad_training_input(words, flags, tmp_path):
+    if "--device=cuda" in flags and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run_command("train.py", *flags, f"--out={tmp_path}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(w in done.stderr for w in words), done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.strip().splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_take_every_usual_form():
+    parse = lambda *argv: parse_flags(train.Flags, list(argv), "", lists=True)
+    f = parse("--lr=1", "--max_steps=1e3", "--compile=false", "--no-deterministic", "--data=a=b", "--seed", "7", "--force")[0]
+    assert (f.lr, f.max_steps, f.compile, f.deterministic, f.data, f.seed, f.force) == (1.0, 1000, False, False, "a=b", 7, True)
+    assert [(x.arch, x.seed) for x in parse("--arch=block,rd", "--seed=1,2")] == [("block", 1), ("block", 2), ("rd", 1), ("rd", 2)]
+    with pytest.raises(BadInput, match="--lr needs a value"):
+        parse("--lr")
+
+
+def test_a_full_disk_loses_nothing(toy, tmp_path, monkeypatch):
+    """No space during a save: one line, exit code 2, and the previous checkpoint loads."""
+    real, calls = torch.save, [0]
+
+    def save(obj, f):
+        calls[0] += 1
+        if calls[0] == 3:
+            f.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(obj, f)
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError):
+        train_here(tmp_path, toy, arch="rd")
+    folder = next(tmp_path.glob("nano-*"))
+    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 3
+    assert not list(folder.glob(".*")), "nothing half written stays"
+    monkeypatch.undo()
+    code, straight = train_here(tmp_path / "straight", toy, arch="rd")
+    assert train.main(as_flags(data=toy, out=tmp_path, arch="rd")) == 0
+    assert timeless(folder) == timeless(straight)
+
+
+def test_too_little_disk_is_said_before_the_start(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(BadInput, match="need .* GB and 0.00 GB are free"):
+        train_here(tmp_path, toy, arch="rd")
+
+
+def test_two_ranks_train_as_one(toy, toy_runs, tmp_path):
+    """gloo, two processes: the same samples, losses and norms within float32's rounding; only rank 0 writes."""
+    done = run_command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+                       *as_flags(data=toy, out=tmp_path, arch="rd", micro_batch=2))
+    assert done.returncode == 0, done.stderr[-2000:]
+    two, one = timeless(next(tmp_path.glob("nano-*"))), timeless(the_run(toy_runs, "rd"))
+    assert len(two) == len(one)
+    for a, b in zip(two, one):
+        for key in ("loss", "grad_norm"):
+            assert key not in a or a[key] == pytest.approx(b[key], rel=1e-6)
+        assert "nll" not in a or abs(a["nll"] - b["nll"]) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["missing", "no checkpoint", "other shape", "cut short", "other tokenizer"])
+def test_bad_evaluation_input(toy_runs, tmp_path, what):
+    folder = tmp_path / "run"
+    if what != "missing":
+        shutil.copytree(the_run(toy_runs, "rd"), folder)
+    c = json.loads((the_run(toy_runs, "rd") / "config.json").read_text())
+    words = {"missing": "is not a folder", "no checkpoint": "has no ckpt.pt", "other shape": "does not fit its config.json",
+             "cut short": "does not load", "other tokenizer": "another tokenizer"}[what]
+    if what == "no checkpoint":
+        (folder / "ckpt.pt").unlink()
+    elif what == "other shape":
+        (folder / "config.json").write_text(json.dumps({**c, "n_embd": 64}))
+    elif what == "cut short":
+        (folder / "ckpt.pt").write_bytes((folder / "ckpt.pt").read_bytes()[:5000])
+    elif what == "other tokenizer":
+        (folder / "config.json").write_text(json.dumps({**c, "tokenizer_sha256": "0" * 64}))
+    with pytest.raises(BadInput, match=words):
+        evaluation.main([str(folder), "--device=cpu"])
