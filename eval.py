@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +128,42 @@ def store(folder: Path, result: dict, run: str, split: str, step: int, tokens: i
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Runs on disk
+# The machine, and runs on disk
+
+
+def pick_device(requested: str) -> torch.device:
+    """The device to compute on. Raises BadInput when a GPU is there but cannot be used, instead of going slow."""
+    if requested == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        try:
+            torch.ones(1, device=device).add_(1).item()
+        except RuntimeError as e:
+            raise BadInput(f"the GPU {torch.cuda.get_device_name(device)} is here but cannot run this torch "
+                           f"({str(e).splitlines()[0]}); install a torch built for it, or pass --device=cpu") from None
+        torch.cuda.set_device(device)
+        return device
+    if os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0"):
+        why = ("this torch is a CPU build" if torch.version.cuda is None
+               else f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it")
+        raise BadInput(f"an NVIDIA GPU is here but torch cannot use it: {why}; see the README's install table, "
+                       "or pass --device=cpu")
+    if requested == "cuda":
+        raise BadInput("--device=cuda: no GPU is visible to torch")
+    return torch.device("cpu")
+
+
+def pick_dtype(requested: str, device: torch.device) -> tuple[str, str]:
+    """(dtype of the products, why)."""
+    if requested != "auto":
+        return requested, "asked for"
+    if device.type == "cuda":
+        ok = torch.cuda.get_device_capability(device) >= (8, 0)
+        return ("bfloat16", "the GPU multiplies bfloat16") if ok else ("float32", "this GPU has no bfloat16 products")
+    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        return "bfloat16", "this CPU has AMX, which multiplies bfloat16 about four times faster than float32"
+    return "float32", "this CPU has no AMX, without which bfloat16 is slower than float32"
 
 
 def model_config(c: dict) -> GPTConfig:
@@ -141,17 +177,27 @@ def make_autocast(device: torch.device, dtype: str):
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
 
 
+def load_checkpoint(folder: Path) -> dict | None:
+    """The newest checkpoint that loads; None when there is none. Raises BadInput when there are some and none loads."""
+    paths = [folder / "ckpt.pt", *sorted(folder.glob("ckpt-*.pt"), key=lambda p: -int(p.stem[5:] or 0))]
+    broken = []
+    for path in paths:
+        if path.exists():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as e:  # torch raises many kinds for a file that is cut short
+                broken.append(f"{path} does not load ({type(e).__name__}); delete it to start from the one before, or anew")
+    if broken:
+        raise BadInput("\n".join(broken))
+    return None
+
+
 def load_state(folder: Path) -> tuple[dict, dict, int]:
     """(parameters, config, step) of a run's last checkpoint, on the CPU. Raises BadInput."""
-    config = read_json(folder / "config.json")
-    path = folder / "ckpt.pt"
-    if not path.exists():
+    config, saved = read_json(folder / "config.json"), load_checkpoint(folder)
+    if saved is None:
         raise BadInput(f"{folder} has no ckpt.pt: the run has not reached its first checkpoint")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        return saved["model"], config, saved["step"]
-    except Exception as e:  # torch raises many kinds for a file that is cut short
-        raise BadInput(f"{path} does not load ({type(e).__name__}): was it copied whole?") from None
+    return saved["model"], config, saved["step"]
 
 
 def load_run(folder: Path, device: torch.device, backend: str | None = None) -> tuple[GPT, dict, int]:
@@ -201,7 +247,6 @@ def sample(f: Flags, model: GPT, data, device: torch.device, autocast) -> str:
 
 
 def main(argv: list[str]) -> None:
-    from train import pick_device
     f = parse_flags(Flags, argv, __doc__, positional="runs")
     if not f.runs:
         raise BadInput("name at least one run folder, as in python eval.py runs/nano-rd-s123")

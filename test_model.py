@@ -592,18 +592,26 @@ def test_divergence_is_caught_and_marked(toy, tmp_path, monkeypatch):
 
 
 def test_resume_with_other_settings_is_refused(toy_runs, toy, tmp_path):
-    """A folder that was begun with other settings, data or code is not continued; every difference is named."""
+    """A folder that was begun with other settings, data or code is not continued; every difference is named. A complete
+    run that other code made is left alone: whether it pairs is for stats.py to say."""
     folder = tmp_path / the_run(toy_runs, "rd").name
     shutil.copytree(the_run(toy_runs, "rd"), folder)
-    c = json.loads((folder / "config.json").read_text())
+    c, metrics = json.loads((folder / "config.json").read_text()), (folder / "metrics.jsonl").read_text()
     before = (folder / "ckpt.pt").read_bytes()
+    go = lambda: train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
     for change, words in ((dict(lr=1.0, data_fingerprint="x"), ["lr: 1.0 before, 0.003 now", "data_fingerprint: x before"]),
                           (dict(probe={**c["probe"], "rd": [0.0] * 7}), ["the code:"])):
         (folder / "config.json").write_text(json.dumps({**c, **change}))
+        (folder / "metrics.jsonl").write_text(metrics.replace('"complete"', '"stopped"'))
         with pytest.raises(BadInput) as e:
-            train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
+            go()
         assert all(w in str(e.value) for w in words)
-    assert (folder / "ckpt.pt").read_bytes() == before
+    (folder / "metrics.jsonl").write_text(metrics)
+    assert go() == 0
+    (folder / "config.json").write_text(json.dumps({**c, "lr": 1.0}))
+    with pytest.raises(BadInput, match="lr: 1.0 before"):
+        go()
+    assert (folder / "ckpt.pt").read_bytes() == before and (folder / "metrics.jsonl").read_text() == metrics
 
 
 def test_a_lock_is_respected_and_a_dead_one_taken_over(tmp_path):

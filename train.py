@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parent
 PROTOCOL: dict[str, dict] = {
     "S": dict(lr=3e-4, batch_size=32, micro_batch=8, max_tokens=2_000_000_000, eval_tokens=10_485_760),
     "M": dict(lr=2e-4, batch_size=32, micro_batch=4, max_tokens=2_000_000_000, eval_tokens=10_485_760),
-    "nano": dict(lr=1e-3, batch_size=16, micro_batch=16, max_tokens=1_638_400, eval_tokens=None),
+    "nano": dict(lr=1e-3, batch_size=16, micro_batch=16, max_tokens=1_228_800, eval_tokens=None),
 }
 
 
@@ -170,41 +170,6 @@ class Batches:
 # From flags to resolved settings
 
 
-def pick_device(requested: str) -> torch.device:
-    """The device to compute on. Raises BadInput when a GPU is there but cannot be used, instead of going slow."""
-    if requested == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        try:
-            torch.ones(1, device=device).add_(1).item()
-        except RuntimeError as e:
-            raise BadInput(f"the GPU {torch.cuda.get_device_name(device)} is here but cannot run this torch "
-                           f"({str(e).splitlines()[0]}); install a torch built for it, or pass --device=cpu") from None
-        torch.cuda.set_device(device)
-        return device
-    if os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0"):
-        why = ("this torch is a CPU build" if torch.version.cuda is None
-               else f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it")
-        raise BadInput(f"an NVIDIA GPU is here but torch cannot use it: {why}; see the README's install table, "
-                       "or pass --device=cpu")
-    if requested == "cuda":
-        raise BadInput("--device=cuda: no GPU is visible to torch")
-    return torch.device("cpu")
-
-
-def pick_dtype(requested: str, device: torch.device) -> tuple[str, str]:
-    """(dtype of the products, why)."""
-    if requested != "auto":
-        return requested, "asked for"
-    if device.type == "cuda":
-        ok = torch.cuda.get_device_capability(device) >= (8, 0)
-        return ("bfloat16", "the GPU multiplies bfloat16") if ok else ("float32", "this GPU has no bfloat16 products")
-    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
-        return "bfloat16", "this CPU has AMX, which multiplies bfloat16 about four times faster than float32"
-    return "float32", "this CPU has no AMX, without which bfloat16 is slower than float32"
-
-
 def arm_folder(arch: str) -> str:
     """mhar:heads=8:sources=full -> mhar_heads8_sourcesfull"""
     return arch.replace(":", "_").replace("=", "")
@@ -284,7 +249,7 @@ def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
     c["warmup_steps"], c["milestones"] = warmup_steps(N, f.warmup_ratio), milestones(N, c["stop_steps"])
     c["ranks"], c["device"] = ranks, device.type
     c["device_name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    c["dtype"], c["dtype_reason"] = pick_dtype(f.dtype, device)
+    c["dtype"], c["dtype_reason"] = evaluation.pick_dtype(f.dtype, device)
     c["backend"], c["backend_reason"] = choose_backend(f.backend, device)
     # the name: scale, arm, seed, and every setting that is not the scale's default
     asked = {**{k: getattr(f, k) for k in NAMED if hasattr(f, k)}, **{k: c[k] for k in ("max_steps", "stop_steps")}}
@@ -601,31 +566,17 @@ SAME = ("arch scale seed data_fingerprint tokenizer_sha256 vocab_size n_layer n_
 MAY_DIFFER = "micro_batch ranks compile device device_name torch triton deterministic".split()
 
 
-def check_resume(old: dict, new: dict, folder: Path) -> list[str]:
-    """Lines about settings that changed harmlessly since the run began. Raises BadInput listing what must not change."""
+def check_resume(old: dict, new: dict, folder: Path, code: bool) -> list[str]:
+    """Lines about settings that changed harmlessly since the run began. Raises BadInput listing what must not change,
+    with `code` what the code computes as well."""
     bad = [f"{k}: {old.get(k)} before, {new.get(k)} now" for k in SAME if old.get(k) != new.get(k)]
     ours = (old.get("probe") or {}).get(new["arch"])
-    if ours is not None and not np.allclose(ours, new["probe"][new["arch"]], rtol=1e-5, atol=0):
+    if code and ours is not None and not np.allclose(ours, new["probe"][new["arch"]], rtol=1e-5, atol=0):
         bad.append(f"the code: on a fixed tiny model, arm {new['arch']} gave {ours} before, {new['probe'][new['arch']]} now")
     if bad:
         raise BadInput(f"{folder} was begun with other settings and cannot be continued with these; use --tag for a new run, "
                        "or move the folder away\n" + "\n".join(bad))
     return [f"{k}: {old.get(k)} before, {new.get(k)} now" for k in MAY_DIFFER if old.get(k) != new.get(k)]
-
-
-def load_checkpoint(folder: Path) -> dict | None:
-    """The newest checkpoint that loads; None when there is none. Raises BadInput when there are some and none loads."""
-    paths = [folder / "ckpt.pt", *sorted(folder.glob("ckpt-*.pt"), key=lambda p: -int(p.stem[5:] or 0))]
-    broken = []
-    for path in paths:
-        if path.exists():
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as e:  # torch raises many kinds for a file that is cut short
-                broken.append(f"{path} does not load ({type(e).__name__}); delete it to start from the one before, or anew")
-    if broken:
-        raise BadInput("\n".join(broken))
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -640,8 +591,7 @@ def open_run_data(c: dict, f: Flags, world: World):
             say(world, f"{folder} is missing: preparing the bundled corpus")
             subprocess.run([sys.executable, str(ROOT / "prepare.py"), "--source=demo", f"--out={folder}"], check=True)
         world.from_rank0(make)
-    data = world.from_rank0(lambda: open_data(folder)) if world.ranks == 1 else (world.from_rank0(lambda: open_data(folder) and None),
-                                                                                 open_data(folder, verify=False))[1]
+    data = world.from_rank0(lambda: open_data(folder))
     windows, enough = evaluation.slice_windows(data, "val", c["context"], c["eval_tokens"])
     strict = f.scale in ("S", "M")
     have = data.meta["splits"]
@@ -721,19 +671,23 @@ def run_one(f: Flags, world: World, device: torch.device) -> str:
         c.update(provenance(), kernel_sha256=sha256_of(ROOT / "route_kernel.py") if c["backend"] == "fused" else None)
         c["probe"] = world.from_rank0(probe)
         old = world.from_rank0(lambda: read_json(folder / "config.json") if (folder / "config.json").exists() else None)
-        if old is not None and (world.from_rank0(lambda: (folder / "ckpt.pt").exists()) or last_status(folder)):
-            for line in check_resume(old, c, folder):
+        status = world.from_rank0(lambda: last_status(folder) or (folder / "ckpt.pt").exists() and "begun")
+        if old is not None and status:
+            changed = check_resume(old, c, folder, code=status != "complete")
+            if status == "complete":
+                say(world, f"{c['name']} is complete: skipped")
+                return "done"
+            for line in changed:
                 say(world, f"continued with another {line}")
-        if last_status(folder) == "complete":
-            say(world, f"{c['name']} is complete: skipped")
-            return "done"
+            if changed and world.rank == 0:
+                write_json(folder / "config.json", {**old, "resumed": old.get("resumed", []) + changed})
         try:
-            return train(f, c, folder, world, device, data, windows, enough, fresh=old is None)
+            return train(f, c, folder, world, device, data, windows, enough)
         except (RuntimeError, MemoryError) as e:
             raise out_of_memory(e, c["micro_batch"]) or e
 
 
-def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, data, windows: int, enough: bool, fresh: bool) -> str:
+def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, data, windows: int, enough: bool) -> str:
     if c["deterministic"]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -742,7 +696,7 @@ def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, d
     c.update(n_params=counts["total"], n_params_route=counts["routing"], n_params_frozen=counts["frozen"])
     optimizer = make_optimizer(model, c)
     autocast = evaluation.make_autocast(device, c["dtype"])
-    state, start = load_checkpoint(folder), 0
+    state, start = evaluation.load_checkpoint(folder), 0
     if state is None:
         c["init_sha256"] = starting_hash(model)
         if world.rank == 0:
@@ -807,10 +761,8 @@ def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, d
         losses, norms = losses.tolist(), torch.stack([norm for *_, norm in pending]).tolist()
         now = time.monotonic()
         seconds = now - mark
-        if start + len(pending) < pending[-1][0] or done:  # the first flush holds compilation and warm-up
+        if pending[0][0] > start + 1:  # the first flush holds compilation and warm-up: not for the time left
             done, spent = done + len(pending), spent + seconds
-        elif len(pending) > 0:
-            done = 0
         rate = tps * len(pending) / seconds
         bad = None
         for (n, lr, _, _), loss, norm in zip(pending, losses, norms):
@@ -905,9 +857,6 @@ def write_plan(members: list[Flags], configs: list[dict], out: Path) -> None:
 
 def run_sweep(members: list[Flags], world: World, device: torch.device) -> int:
     """Every member in turn; one that fails is reported and the others go on. Returns the exit code."""
-    if len(members) > 1 and all(m.backend == "auto" for m in members):  # one backend for all, so that every pair stands
-        for m in members:
-            m.backend = "auto"
     configs, problems = [], []
     for m in members:
         try:
@@ -1071,7 +1020,7 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
 
 def main(argv: list[str]) -> int:
     members: list[Flags] = parse_flags(Flags, argv, __doc__, lists=True)
-    device = pick_device(members[0].device)
+    device = evaluation.pick_device(members[0].device)
     if os.environ.get("RD_BENCH_WORKER"):
         bench_worker(members[0], device)
         return 0
