@@ -30,8 +30,10 @@ import eval as evaluation
 import train
 from model import ARMS, GPT, GPTConfig, HeadLoss
 from prepare import BadInput, Failed, open_data, parse_flags
+from route_kernel import choose_backend
 
 ROOT = Path(__file__).resolve().parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # ---------------------------------------------------------------------------------------------------------
 # The model
 
@@ -81,11 +83,21 @@ def test_parameter_counts(arch):
                (4 * L + 2) * d + L * d * (len(ARMS[arch].reads) - 1))
 
 
+def on_backend(backend):
+    """Skip, with the reason, where the fused kernels cannot run."""
+    try:
+        choose_backend(backend, DEVICE)
+    except BadInput as e:
+        pytest.skip(str(e))
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tied_queries_are_the_parent_bit_for_bit(dtype):
+def test_tied_queries_are_the_parent_bit_for_bit(dtype, backend):
     """Paper, appendix B: two reads with one query's value; and the gradient of that query is the sum over the reads."""
-    block = stir(tiny("block"))
-    rd = tie(tiny("rd"), block)
+    on_backend(backend)
+    block = stir(tiny("block", n_layer=4, backend=backend))
+    rd = tie(tiny("rd", n_layer=4, backend=backend), block)
     assert not torch.equal(rd.layers[3].attn_read.query["v"], torch.zeros(32))
     x, y = tokens()
     with evaluation.make_autocast(torch.device("cpu"), dtype)():
@@ -98,6 +110,25 @@ def test_tied_queries_are_the_parent_bit_for_bit(dtype):
         parent = theirs.attn_read.query["qkv"].grad
         both = mine.attn_read.query["qk"].grad + mine.attn_read.query["v"].grad
         assert (both - parent).norm() <= tolerance * parent.norm() + 1e-9
+
+
+@pytest.mark.parametrize("arch", [a for a in ARMS if ARMS[a].reads])
+def test_fused_model_equals_reference(arch):
+    on_backend("fused")
+    x, y = tokens()
+    a, b = (stir(tiny(arch, n_layer=4, backend=k)) for k in ("reference", "fused"))
+    la, lb = a(x), b(x)
+    assert (la - lb).norm() <= 1e-5 * la.norm()
+    a(x, y)[1].backward(), b(x, y)[1].backward()
+    for (name, p), q in zip(a.named_parameters(), b.parameters()):
+        if p.grad is not None:
+            assert (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
+    with torch.no_grad():
+        records = [], []
+        a(x, record=records[0]), b(x, record=records[1])
+    assert len(records[0]) == len(records[1]) == 2 * 4 + 1
+    for u, v in zip(*records):
+        assert u.shape == v.shape and (u - v).abs().max() < 1e-5 and (u.sum(1) - 1).abs().max() < 1e-5
 
 
 def test_tied_arm_is_block_bit_for_bit():
