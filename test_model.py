@@ -723,6 +723,31 @@ def test_bad_training_input(words, flags, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words, flags", [
+    (["tokens, the paper's slice is 10,485,760", "--shards=3"], dict(scale="S", context=16)),
+    (["training tokens are asked for and", "--repeat_data"], dict(scale="S", eval_tokens=64, context=16, max_tokens=10 ** 7)),
+    (["less than one window of 4096 + 1"], dict(scale="nano", context=4096)),
+])
+def test_data_too_small_for_the_run(words, flags, toy, tmp_path):
+    with pytest.raises(BadInput) as e:
+        train.main([f"--{k}={v}" for k, v in flags.items()] + [f"--data={toy}", f"--out={tmp_path}", "--device=cpu"])
+    assert all(w in str(e.value) for w in words) and not list(tmp_path.iterdir())
+
+
+def test_compiled_and_plain_checkpoints_are_the_same_file(monkeypatch):
+    """No _orig_mod. prefixes, no second copy of the tied weights; compiled layers compute the same."""
+    a, b = stir(tiny("rd")), stir(tiny("rd"), seed=4)
+    train.compile_layers(a, backend="eager")  # needs no C++ compiler
+    x, y = tokens()
+    a(x, y)[1].backward()
+    assert list(a.state_dict()) == list(b.state_dict()) and "lm_head" not in str(list(a.state_dict()))
+    b.load_state_dict(a.state_dict())
+    assert torch.allclose(a(x), b(x), atol=1e-6)
+    a.load_state_dict(b.state_dict())
+    assert a.wte.grad is not None and sum(p.numel() for p in a.parameters()) == a.count()["total"]
+    torch._dynamo.reset()
+
+
 def test_flags_take_every_usual_form():
     parse = lambda *argv: parse_flags(train.Flags, list(argv), "", lists=True)
     f = parse("--lr=1", "--max_steps=1e3", "--compile=false", "--no-deterministic", "--data=a=b", "--seed", "7", "--force")[0]

@@ -354,13 +354,13 @@ def accumulate(model, batches, count: int, device: torch.device, autocast) -> to
     return total
 
 
-def compile_layers(model: GPT) -> None:
+def compile_layers(model: GPT, backend: str = "inductor") -> None:
     """torch.compile each layer's attention and MLP: one compilation serves all layers, routes stay between them."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for layer in model.layers:
-        layer.attention = torch.compile(layer.attention, dynamic=False)
-        layer.mlp = torch.compile(layer.mlp, dynamic=False)
+        layer.attention = torch.compile(layer.attention, dynamic=False, backend=backend)
+        layer.mlp = torch.compile(layer.mlp, dynamic=False, backend=backend)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -1032,6 +1032,10 @@ def main(argv: list[str]) -> int:
     world = World(device)
     try:
         return dry_run(members, world, device) if members[0].dry_run else run_sweep(members, world, device)
+    except BadInput:
+        if world.rank:  # every rank finds the same; one says it
+            sys.exit(2)
+        raise
     finally:
         if world.ranks > 1:
             dist.destroy_process_group()
