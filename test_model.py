@@ -5,21 +5,30 @@ scipy, closed forms, the paper's numbers. No GPU is needed; the fused kernels ru
 """
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import http.server
 import itertools
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 
@@ -27,13 +36,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
 
 import eval as evaluation
+import prepare
+import route_kernel as rk
+import stats
 import train
 from model import ARMS, GPT, GPTConfig, HeadLoss
 from prepare import BadInput, Failed, open_data, parse_flags
-from route_kernel import choose_backend
+from route_kernel import Depth, choose_backend, route
 
 ROOT = Path(__file__).resolve().parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The model
 
@@ -389,8 +403,6 @@ FLAGS = dict(scale="nano", n_layer=4, n_embd=32, n_head=2, block_layers=2, conte
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     """A data folder of random words, prepared for real."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     folder = tmp_path_factory.mktemp("toy")
     rng = np.random.RandomState(0)
     words = ["".join(rng.choice(list("abcdefghij"), rng.randint(2, 7))) for _ in range(60)]
@@ -816,3 +828,509 @@ def test_bad_evaluation_input(toy_runs, tmp_path, what):
         (folder / "config.json").write_text(json.dumps({**c, "tokenizer_sha256": "0" * 64}))
     with pytest.raises(BadInput, match=words):
         evaluation.main([str(folder), "--device=cpu"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+PAPER_TABLE3 = {
+    "S": {123: (3.16700, 3.13796), 2025: (3.15800, 3.13104), 2026: (3.17461, 3.14524), 3407: (3.17806, 3.14798),
+          7777: (3.18425, 3.14912)},
+    "M": {123: (3.02462, 3.00649), 2025: (3.03657, 3.00736), 2026: (3.03451, 2.99146), 3407: (3.03080, 3.00973),
+          7777: (3.01297, 3.00097)}}
+
+
+def stats_config(arch, scale="S", seed=123, **changes):
+    shape = {"S": (16, 576, 36), "M": (24, 832, 52)}.get(scale, (8, 128, 8))
+    config = dict(
+        name="", arch=arch, scale=scale, seed=seed, tag=None, data="data/fineweb-edu", data_fingerprint="d" * 64,
+        tokenizer_sha256="t" * 64, vocab_size=32768, n_layer=shape[0], n_embd=shape[1], n_head=shape[2],
+                  block_layers=4,
+        context=1024, mlp_ratio=5, batch_size=32, tokens_per_step=32768, micro_batch=8, ranks=1, compile=False,
+        dtype="bfloat16", residual_dtype="bfloat16", device="cuda", device_name="NVIDIA RTX 5090", backend="reference",
+        deterministic=False, max_steps=61036, max_tokens=2_000_000_000, stop_steps=None, stop_tokens=None,
+        warmup_steps=1221, warmup_ratio=0.02, milestones=[7630, 15259, 30518, 61036],
+                  lr=3e-4 if scale != "M" else 2e-4,
+        min_lr_ratio=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8, weight_decay=0.1, grad_clip=1.0, route_lr_mult=1.0,
+        init_from=None, freeze=None, init_sha256=f"{scale}{seed}", eval_tokens=10_485_760,
+        n_params={"S": 119_791_296, "M": 343_039_424}.get(scale, 2_000_000) + (arch != "block") * shape[0] * shape[1],
+                  n_params_route=0, torch="2.13.0", triton="3.9.0", python="3.12.3",
+        git_commit="c0ffee", git_dirty=False, kernel_sha256=None, command="python train.py",
+                  started="2026-01-01T00:00:00",
+        host="h", probe={a: [8.3, 8.2, 8.1, 1.0, 1.1, 0.9, 8.0 + i] for i, a in enumerate(("block", "rd", "average"))})
+    return {**config, **changes}
+
+
+def stats_run(runs, config, nlls, status="complete", windows=None, train=8, name=None, end=True, js=True, split="val"):
+    """A run folder; `nlls` maps steps to NLLs."""
+    seed, arm = config["seed"], config["arch"].replace(":", "_").replace("=", "")
+    name = name or f"{config['scale']}-{arm}-s{seed}"
+    folder = Path(runs) / name
+    (folder / "eval").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**config, "name": name}))
+    last = max(nlls)
+    lines = [{"kind": "train", "step": s, "tokens": s * config["tokens_per_step"],
+              "loss": 3.5 + 4 * math.exp(-6 * s / last),
+              "lr": 3e-4, "grad_norm": 0.3, "tokens_per_s": 56158.0, "peak_memory_bytes": 16_005_000_000,
+              "seconds": 0.6}
+             for s in sorted({max(1, round(last * i / train)) for i in range(1, train + 1)})]
+    layer_js = None
+    if js and config["arch"] not in ("block", "plain", "tied"):
+        layer_js = [0.0] + [0.2 + 0.05 * math.sin(i + seed) for i in range(1, config["n_layer"])]
+    for step, nll in nlls.items():
+        lines.append({"kind": "eval", "step": step, "tokens": step * config["tokens_per_step"], "nll": nll, "ppl": 0,
+                      "bits_per_byte": nll / 3 if nll is not None else None, "eval_tokens": config["eval_tokens"],
+                      "split": split,
+                      "js_mean": float(np.mean(layer_js[1:])) if layer_js else None, "js": layer_js,
+                      "js_of_mean": layer_js,
+                      "milestone": True, "seconds": 1.0})
+        if windows is not None:
+            np.save(folder / "eval" / f"{split}-{step:06d}.npy", windows - windows.mean() + nll)
+    lines.sort(key=lambda r: (r["step"], r["kind"] == "eval"))
+    if end:
+        lines.append({"kind": "end", "status": status, "step": last, "tokens": last * config["tokens_per_step"],
+                      "seconds": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x, separators=(",", ":")) + "\n" for x in lines))
+    return folder
+
+
+def stats_paper_runs(runs, scales="SM"):
+    for scale in scales:
+        for seed, (block, rd) in PAPER_TABLE3[scale].items():
+            for arm, nll in (("block", block), ("rd", rd)):
+                stats_run(runs, stats_config(arm, scale, seed), {61036: nll})
+
+
+def stats_cli(capsys, *argv):
+    """(exit code, stdout, stderr) of `python stats.py ARGV`."""
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["stats.py", *map(str, argv)])
+        stats.run_script(stats.main)
+    text = capsys.readouterr()
+    return stop.value.code, text.out, text.err
+
+
+def stats_json(capsys, *argv):
+    code, text, _ = stats_cli(capsys, *argv, "--json")
+    return code, json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+STATS_EXPECTED = {  # from the five-decimal table; the second numbers are appendix D, from the unrounded one
+    "S": dict(mean=-0.030116, sd=0.003034, t_ci=(-0.033883, -0.026349), bootstrap_ci=(-0.032826, -0.028066), ppl=2.97,
+              paper=(-0.030118, 0.003036, -0.033887, -0.026348, -0.032828, -0.028064)),
+    "M": dict(mean=-0.024692, sd=0.011986, t_ci=(-0.039575, -0.009809), bootstrap_ci=(-0.034746, -0.016266), ppl=2.43,
+              paper=(-0.024691, 0.011983, -0.039570, -0.009812, -0.034742, -0.016267))}
+
+
+@pytest.mark.parametrize("scale", ["S", "M"])
+def test_paired_gives_the_papers_table_and_what_scipy_and_enumeration_give(scale):
+    deltas = [rd - block for block, rd in PAPER_TABLE3[scale].values()]
+    got, want = stats.paired(deltas), STATS_EXPECTED[scale]
+    assert got.n == 5 and round(got.mean, 6) == want["mean"] and round(got.sd, 6) == want["sd"]
+    assert tuple(round(x, 6) for x in got.t_ci) == want["t_ci"]
+    assert tuple(round(x, 6) for x in got.bootstrap_ci) == want["bootstrap_ci"]
+    assert np.allclose((got.mean, got.sd, *got.t_ci, *got.bootstrap_ci), want["paper"], rtol=0, atol=6e-6)
+    blocks, rds = zip(*PAPER_TABLE3[scale].values())
+    interval = scipy.stats.ttest_rel(rds, blocks).confidence_interval(0.95)
+    assert np.allclose(got.t_ci, interval, rtol=1e-12)
+    means = [sum(r) / 5 for r in itertools.product(deltas, repeat=5)]
+    assert np.allclose(got.bootstrap_ci, np.percentile(means, [2.5, 97.5]), rtol=1e-12)
+    flips = [abs(sum(s * d for s, d in zip(signs, deltas))) for signs in itertools.product((1, -1), repeat=5)]
+    assert stats.sign_flip(deltas) == np.mean([f >= abs(sum(deltas)) - 1e-12 for f in flips]) == 0.0625
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 20])
+def test_paired_at_every_n(n):
+    deltas = np.random.default_rng(n).normal(-0.03, 0.01, n)
+    got = stats.paired(deltas.tolist())
+    assert (got.n, got.mean, got.sd) == (n, pytest.approx(deltas.mean()), pytest.approx(deltas.std(ddof=1)))
+    assert got.t_ci == pytest.approx(tuple(scipy.stats.ttest_1samp(deltas, 0).confidence_interval(0.95)), rel=1e-12)
+    if n <= 6:
+        exact = np.percentile([np.mean(r) for r in itertools.product(deltas, repeat=n)], [2.5, 97.5])
+    elif n <= 8:  # by multinomial counts: how often each difference is drawn, and in how many orders
+        counts = np.array([np.bincount(r, minlength=n) for r in itertools.combinations_with_replacement(range(n), n)])
+        orders = [math.factorial(n) // math.prod(math.factorial(int(k)) for k in c) for c in counts]
+        assert sum(orders) == n ** n
+        exact = np.percentile(np.repeat(counts @ deltas / n, orders), [2.5, 97.5])
+    else:
+        exact = scipy.stats.bootstrap((deltas,), np.mean, n_resamples=200_000, method="percentile",
+                                      rng=1).confidence_interval
+    noise = 0.05 * deltas.std() / n ** 0.5  # four standard errors of a 2.5th percentile of 100,000 resamples, about
+    assert got.bootstrap_ci == pytest.approx(tuple(exact), abs=1e-12 if n <= 7 else noise)
+    assert got == stats.paired(deltas.tolist())
+    p = stats.sign_flip(deltas)
+    assert 2.0 ** (1 - n) <= p <= 1
+    if n <= 8:
+        assert p == scipy.stats.permutation_test((deltas, 0 * deltas), lambda x, y: np.mean(x - y), vectorized=False,
+                                                 permutation_type="samples", n_resamples=np.inf).pvalue
+
+
+def test_paired_of_one_none_nan_and_equal_differences():
+    assert stats.paired([-0.03]) == (1, -0.03, None, None, None)
+    for n in (2, 5, 8, 20):  # 0.1 * 3 / 3 is not 0.1: equal differences must have no spread all the same
+        assert stats.paired([0.1] * n) == (n, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1))
+    for bad in ([], [math.nan, 0.1], [math.inf, 0.1], [[0.1, 0.2]]):
+        with pytest.raises(ValueError, match="pair|difference"):
+            stats.paired(bad)
+    assert stats.sign_flip([0.0] * 21) is None
+
+
+def test_pairs_needed_against_power_by_integration():
+    def power(n, effect):  # not by the noncentral t: over the chi density of the sample sd, given which it is normal
+        limit, df = scipy.stats.t.ppf(0.975, n - 1), n - 1
+        s, weight = np.linspace(1e-9, 12, 400_001) / df ** 0.5 if df < 40 else np.linspace(0.2, 2, 400_001), None
+        weight = scipy.stats.chi.pdf(s * df ** 0.5, df) * df ** 0.5
+        shift, normal = effect * n ** 0.5, scipy.stats.norm
+        beyond = normal.sf(limit * s - shift) + normal.cdf(-limit * s - shift)
+        return np.trapezoid(weight * beyond, s)
+    for sd in (0.0005, 0.003034, 0.011986, 0.05, 0.3):
+        n = stats.pairs_needed(sd)
+        assert power(n, 0.01 / sd) >= 0.8 and (n == 2 or power(n - 1, 0.01 / sd) < 0.8), sd
+    assert stats.pairs_needed(0.0) == 2 and stats.pairs_needed(0.01) == 10  # 10: Cohen's table for d = 1, one sample
+
+
+def test_paper_runs_give_the_papers_tables(tmp_path, capsys):
+    stats_paper_runs(tmp_path)
+    code, out = stats_json(capsys, tmp_path)
+    assert code == 0 and out["problems"] == [] and [c["scale"] for c in out["comparisons"]] == ["S", "M"]  # by size
+    for c in out["comparisons"]:
+        want = STATS_EXPECTED[c["scale"]]
+        assert (c["control"], c["treatment"], c["tokens"], c["n"], c["wins"]) == ("block", "rd", 2_000_027_648, 5, 5)
+        assert c["seeds"] == [123, 2025, 2026, 3407, 7777]
+        assert c["deltas"] == pytest.approx([r - b for b, r in PAPER_TABLE3[c["scale"]].values()], abs=1e-12)
+        assert round(c["mean"], 6) == want["mean"]
+        assert [round(x, 6) for x in c["bootstrap_ci"]] == [*want["bootstrap_ci"]]
+        assert round(100 * c["ppl_reduction"], 2) == want["ppl"] and c["sign_flip_p"] == c["smallest_p"] == 0.0625
+        assert not c["mid_schedule"] and not c["interim"] and c["paper"]["mean"] == want["paper"][0]
+        assert c["simultaneous_t_ci"][0] < c["t_ci"][0] and "about 84%" in c["evidence"]
+        assert "Trust the t" in c["evidence"]
+    code, text, _ = stats_cli(capsys, tmp_path)
+    for cell in ("3.1724 ± 0.0102", "3.1423 ± 0.0076", "-0.0301 ± 0.0030", "2.97%", "2.43%", "5/5", "-0.030116",
+                 "0.003034",
+                 "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "| S | rd - block, the paper |",
+                 "23.736"):
+        assert cell in text, cell
+    assert stats_cli(capsys, tmp_path)[1] == text  # two calls, the same bytes
+
+
+# One difference at a time: what it is called, and whether it refuses the pair or only marks it
+STATS_REFUSED = {
+    "data_fingerprint": "e" * 64, "tokenizer_sha256": "u" * 64, "vocab_size": 4096, "n_layer": 8, "n_embd": 640,
+                 "n_head": 9,
+    "block_layers": 2, "context": 512, "mlp_ratio": 4, "batch_size": 16, "tokens_per_step": 16384, "max_steps": 30518,
+    "warmup_steps": 10, "warmup_ratio": 0.01, "lr": 6e-4, "min_lr_ratio": 0.0, "beta1": 0.8, "beta2": 0.99,
+                 "adam_eps": 1e-6,
+    "weight_decay": 0.0, "grad_clip": 0.5, "route_lr_mult": 2.0, "init_sha256": "other", "init_from": "runs/x/ckpt.pt",
+    "freeze": "route", "eval_tokens": 1024}
+STATS_MARKED = {
+    "backend": "fused", "dtype": "float32", "residual_dtype": "float32", "compile": True, "micro_batch": 4, "ranks": 2,
+    "device": "cpu", "device_name": "NVIDIA H200", "torch": "2.12.0", "triton": "3.8.0", "deterministic": True}
+
+
+@pytest.mark.parametrize("key", [*STATS_REFUSED, *STATS_MARKED, "dropout"])
+def test_pair_check_names_one_difference_with_both_values(key):
+    a = stats_config("block")
+    b = stats_config("rd", **{key: {**STATS_REFUSED, **STATS_MARKED, "dropout": 0.1}[key]})
+    if key == "dropout":  # a setting that stats.py has never heard of
+        a[key] = 0.0
+    for x, y in ((a, b), (b, a)):
+        refused, marked = stats.pair_check(x, y)
+        assert (marked, refused)[key not in STATS_MARKED] and not (refused, marked)[key not in STATS_MARKED]
+        (line,) = refused + marked
+        assert key in line and line.endswith(f"{stats.as_text(x[key])} against {stats.as_text(y[key])}")
+        refused, (allowed,) = stats.pair_check(x, y, allow=[key])
+        assert refused == [] and allowed == line + " (allowed)"
+    assert stats.pair_check(b, b) == ([], [])
+
+
+def test_pair_check_passes_over_what_is_no_setting():
+    a = stats_config("block")
+    b = stats_config("rd", name="x", tag="t", stop_steps=15259, stop_tokens=500_000_000, n_params=1, n_params_route=2,
+                     host="i",
+                     max_tokens=None, started="later", command="c", git_dirty=True, python="3.13", milestones=[1])
+    assert stats.pair_check(a, b) == ([], [])
+    assert stats.pair_check(a, {**b, "kernel_sha256": "k"}) == ([], [])  # the kernel ran in neither
+    fused = [stats_config(arch, backend="fused", kernel_sha256=k) for arch, k in (("block", "k"), ("rd", "l"))]
+    assert stats.pair_check(*fused)[1] == ["kernel_sha256: k against l"]
+    del b["lr"], b["compile"]  # an older run
+    del b["freeze"]  # null in the other: not known is not the same
+    refused, marked = stats.pair_check(a, b)
+    assert refused == []
+    assert marked == [f"{k} is not recorded by x" for k in ("compile", "frozen parameters (freeze)", "lr")]
+
+
+def test_pair_check_compares_code_by_what_it_does():
+    probe = {"block": [8.0, 0.5, 0.0], "rd": [8.0, 0.25, 1e-9]}
+    a, b = stats_config("block", probe=probe), stats_config("rd", probe=probe, git_commit="another", git_dirty=True)
+    check = lambda pa, pb, **more: stats.pair_check({**a, "probe": pa, **more}, {**b, "probe": pb, **more})[1]
+    assert check(probe, probe) == []
+    assert check(probe, {**probe, "rd": [8.0 * (1 + 0.9e-5), 0.25, 1e-9]}) == []
+    for arm in ("block", "rd"):  # either arm's entry counts, and each number is held to 1e-5 of itself
+        for i in range(2):
+            other = list(probe[arm])
+            other[i] *= 1 + 1.2e-5
+            (line,) = check(probe, {**probe, arm: other})
+            assert line.startswith(f"code: probe of {arm}: ") and " against " in line
+    assert check(probe, {**probe, "tied": [1.0]}) == []  # an arm that neither run has
+    assert check({"block": probe["block"]}, probe) == []  # the control is of yesterday, the new arm of today
+    for broken in ([8.0, None, 0.0], [8.0, 0.5], [], None, [8.0, math.nan, 0.0]):
+        assert check({**probe, "block": broken}, probe)[0].startswith("code: probe of block")
+    assert check(None, probe) == ["code: no probe of block or rd in both runs, nor one clean commit"]
+    assert check(None, None, git_commit="c0ffee", git_dirty=False) == []
+    assert check(None, None, git_commit="c0ffee", git_dirty=True) != []
+    assert stats.pair_check({**a, "probe": probe}, {**b, "arch": "rd:eps=1", "probe": {**probe, "rd": [1.0]}})[1] != []
+    assert stats.pair_check(a, {**b, "probe": {**probe, "rd": [1.0]}}, allow=["probe"])[1][0].endswith(" (allowed)")
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("lr", 6e-4, "lr: 0.0003 against 0.0006"), ("data_fingerprint", "e" * 64, "data (data_fingerprint): ddd"),
+    ("max_steps", 30518, "schedule length (max_steps): 61036 against 30518"),
+    ("init_sha256", "x", "starting weights (init_sha256): S123 against x")])
+def test_a_refused_pair_is_listed_with_both_values_and_allow_pairs_it(tmp_path, capsys, key, value, words):
+    stats_run(tmp_path, stats_config("block"), {30518: 3.3, 61036: 3.1})
+    stats_run(tmp_path, stats_config("rd", **{key: value}), {30518: 3.2})
+    code, out = stats_json(capsys, tmp_path, "--strict")
+    assert code == 1 and out["comparisons"] == []
+    why = {p["run"]: p["why"] for p in out["problems"]}["S-rd-s123"]
+    assert "refused with S-block-s123" in why and words in why
+    assert stats_json(capsys, tmp_path)[0] == 0  # without --strict a refusal is named, and not a failure
+    code, out = stats_json(capsys, tmp_path, f"--allow={key}", "--strict")
+    assert code == 0 and [c["n"] for c in out["comparisons"]] == [1]
+    assert "(allowed)" in out["comparisons"][0]["pairs"][0]["marks"]
+
+
+@pytest.mark.parametrize("key", STATS_MARKED)
+def test_a_marked_pair_stands_but_for_strict(tmp_path, capsys, key):
+    stats_run(tmp_path, stats_config("block"), {61036: 3.1})
+    stats_run(tmp_path, stats_config("rd", **{key: STATS_MARKED[key]}), {61036: 3.0})
+    code, out = stats_json(capsys, tmp_path)
+    assert code == 0 and out["problems"] == []
+    assert out["comparisons"][0]["pairs"][0]["marks"].startswith(key) and key in out["comparisons"][0]["evidence"]
+    code, out = stats_json(capsys, tmp_path, "--strict")
+    assert code == 1 and out["comparisons"] == [] and key in out["problems"][0]["why"]
+    assert stats_json(capsys, tmp_path, "--strict", f"--allow={key}")[0] == 0
+
+
+def test_bad_runs_are_named_and_never_counted(tmp_path, capsys):
+    seeds = range(1, 13)
+    for s in seeds:
+        stats_run(tmp_path, stats_config("block", seed=s), {30518: 3.3 + s / 100, 61036: 3.1 + s / 100})
+        if s not in (9,):
+            stats_run(tmp_path, stats_config("rd", seed=s), {30518: 3.25 + s / 99, 61036: 3.05 + s / 99}, train=400)
+    log = {s: tmp_path / f"S-rd-s{s}" / "metrics.jsonl" for s in seeds}
+    text = {s: log[s].read_text() for s in seeds if log[s].exists()}
+    log[2].write_text(text[2].replace('"complete"', '"diverged","why":"loss is nan"'))
+    log[3].write_text(text[3].replace(f'"nll":{3.05 + 3 / 99}', '"nll":NaN'))
+    log[4].write_text(text[4].replace(f'"nll":{3.05 + 4 / 99}', '"nll":null'))
+    line = text[5].splitlines()[40]  # a line torn in the middle of the file
+    log[5].write_text(text[5].replace(line, line[:50]))
+    log[6].write_text(text[6][:text[6].index('{"kind":"eval","step":61036')] + '{"kind":"tra')  # still being written
+    (tmp_path / "S-rd-s7" / "config.json").write_text("{not json")
+    log[8].unlink()
+    shutil.copytree(tmp_path / "S-rd-s1", tmp_path / "S-rd-s1-again")
+    for f in ("metrics.jsonl",):  # a seed that had no effect
+        shutil.copy(tmp_path / "S-block-s10" / f, tmp_path / "S-block-s11" / f)
+    log[12].write_text(text[12][:text[12].index('{"kind":"eval"')])
+    code, out = stats_json(capsys, tmp_path)
+    (c,) = out["comparisons"]
+    why = {p["run"]: p["why"] for p in out["problems"]}
+    assert code == 0 and c["seeds"] == [1, 10]
+    for run, words in {
+            "S-rd-s2": "diverged at step 61036 (loss is nan)", "S-rd-s3": "the NLL at step 61036 is nan",
+            "S-rd-s4": "the NLL at step 61036 is None", "S-rd-s5": "corrupt: line 41 of metrics.jsonl",
+            "S-rd-s6": "unfinished: at step 61036 of 61036", "S-rd-s7": "config.json is not valid JSON",
+                       "S-rd-s8": "no evaluation yet, at step 0",
+            "S-block-s9": "no partner", "S-rd-s1-again": "duplicate of S-rd-s1",
+                       "S-block-s11": "to the last digit, though the seeds are 10 and 11",
+            "S-rd-s11": "no partner: no usable run of block at scale S, seed 11",
+                       "S-rd-s12": "no evaluation yet"}.items():
+        assert words in why.pop(run), run
+    assert set(why) == {f"S-block-s{s}" for s in (2, 3, 4, 5, 7, 8, 12)}
+    assert all("no partner" in w for w in why.values())
+    assert c["interim"] and c["waiting"] == ["S-rd-s6", "S-rd-s12", "S-rd-s8"]
+
+
+def test_stopped_runs_pair_with_milestones_and_are_labelled(tmp_path, capsys):
+    stats_run(tmp_path, stats_config("block"), {7630: 3.9, 15259: 3.5416, 61036: 3.167}, windows=np.linspace(3, 4, 64))
+    stats_run(tmp_path, stats_config("rd"), {7630: 3.8, 15259: 3.4994, 61036: 3.138}, windows=np.linspace(2.9, 4, 64))
+    for arm, nll in (("average", 3.5410), ("tied", 3.5413)):
+        stats_run(tmp_path, stats_config(arm, stop_steps=15259, stop_tokens=500_000_000), {7630: 3.9, 15259: nll},
+                  name=f"S-{arm}-s123-stop5e8")
+    code, out = stats_json(capsys, tmp_path)
+    rd, average, tied = out["comparisons"]
+    assert code == 0 and out["problems"] == [] and not rd["mid_schedule"] and rd["step"] == 61036
+    assert (average["tokens"], average["mid_schedule"], average["interim"]) == (500_006_912, True, False)
+    assert [m["step"] for m in out["milestones"] if m["treatment"] == "rd"] == [7630, 15259, 61036]
+    assert "degenerate" in average["notes"][0] and len(out["floor"]) == 2
+    (pair,) = rd["pairs"]  # the standard errors of the slice, from the windows
+    a, b = np.linspace(3, 4, 64), np.linspace(2.9, 4, 64)
+    assert pair["control_se"] == pytest.approx(a.std(ddof=1) / 8)
+    assert pair["delta_se"] == pytest.approx((b - a).std(ddof=1) / 8)
+    # windows of another NLL than the run's are not its own
+    np.save(tmp_path / "S-rd-s123" / "eval" / "val-061036.npy", b)
+    assert stats_json(capsys, tmp_path)[1]["comparisons"][0]["pairs"][0]["treatment_se"] is None
+    assert rd["sd"] is None and rd["t_ci"] is None and "One pair has no interval" in rd["evidence"]
+    text = stats_cli(capsys, tmp_path)[1]
+    assert "500 M of 2 B, mid-schedule" in text
+    assert "| S | average - block | 500 M of 2 B, mid-schedule | 1 | 3.5416 | 3.5410 | -0.0006 | 1/1 |" in text
+
+
+def test_an_unfinished_study_shows_the_latest_shared_milestone_as_interim(tmp_path, capsys):
+    for seed in (1, 2):
+        stats_run(tmp_path, stats_config("block", seed=seed), {7630: 3.9 + seed, 15259: 3.5 + seed, 61036: 3.1 + seed})
+        stats_run(tmp_path, stats_config("rd", seed=seed), {7630: 3.8 + seed, 15259: 3.4 + seed / 2}, end=False)
+    names = [f"S-{a}-s{s}" for a in ("block", "rd") for s in (1, 2, 3)]
+    (tmp_path / "plan.json").write_text(json.dumps({"plans": [{"runs": names[:-2] + names[-1:],
+                                                               "arms": ["block", "rd"]}]}))
+    code, out = stats_json(capsys, tmp_path)
+    (c,), why = out["comparisons"], {(p["run"], p["why"]) for p in out["problems"]}
+    assert (c["step"], c["n"], c["interim"], c["mid_schedule"]) == (15259, 2, True, True)
+    assert set(c["waiting"]) == {"S-rd-s1", "S-rd-s2", "S-block-s3", "S-rd-s3"}
+    assert {("S-block-s3", "planned, and missing"), ("S-rd-s3", "planned, and missing"),
+            ("S-rd-s2", "not planned: plan.json lacks it"), ("S-rd-s2", "unfinished: at step 15259 of 61036")} <= why
+    assert "500 M of 2 B, mid-schedule, interim" in stats_cli(capsys, tmp_path)[1]
+
+
+def test_allow_takes_each_arms_best_value_on_validation_and_shows_it_on_test(tmp_path, capsys):
+    best = {("block", 3e-4): 3.30, ("block", 6e-4): 3.20, ("rd", 3e-4): 3.10, ("rd", 6e-4): 3.15}
+    for (arm, lr), nll in best.items():
+        for seed in (1, 2):
+            folder = stats_run(tmp_path, stats_config(arm, seed=seed, lr=lr), {61036: nll + seed / 10},
+                               name=f"S-{arm}-s{seed}-lr{lr:g}")
+            (folder / "eval" / "test-061036.json").write_text(json.dumps(
+                {"run": folder.name, "split": "test", "step": 61036, "nll": 3.5 + seed - lr * (arm == "rd"),
+                 "eval_tokens": 9}))
+    code, out = stats_json(capsys, tmp_path)
+    assert sorted(c["arm"] for c in out["comparisons"]) == ["rd lr0.0003", "rd lr0.0006"]  # each with its own lr
+    code, out = stats_json(capsys, tmp_path, "--allow=lr", "--split=test")
+    (c,) = out["comparisons"]
+    assert {p["control"][-6:] for p in c["pairs"]} == {"0.0006"}
+    assert {p["treatment"][-6:] for p in c["pairs"]} == {"0.0003"}
+    assert c["deltas"] == pytest.approx([-3e-4, -3e-4])
+    assert "lr = 0.0003 is the best on validation" in " ".join(c["notes"])
+    assert sum("better on validation" in p["why"] for p in out["problems"]) == 4
+    (tmp_path / "S-rd-s1-lr0.0003" / "eval" / "test-061036.json").unlink()
+    why = {p["run"]: p["why"] for p in stats_json(capsys, tmp_path, "--split=test")[1]["problems"]}
+    assert "no test evaluation: python eval.py" in why["S-rd-s1-lr0.0003"]
+
+
+def test_a_crossed_backend_study_gives_a_comparison_each_and_reruns_give_a_noise_floor(tmp_path, capsys):
+    for backend, shift in (("reference", 0.0), ("fused", 1e-4)):
+        for arm in ("block", "rd"):
+            for seed in (1, 2):
+                stats_run(tmp_path, stats_config(arm, seed=seed, backend=backend),
+                          {61036: 3.1 + seed - 0.03 * (arm == "rd") + shift * seed},
+                          name=f"S-{arm}-s{seed}" + "-fused" * (backend == "fused"))
+    code, out = stats_json(capsys, tmp_path, "--strict")
+    assert code == 0 and [c["arm"] for c in out["comparisons"]] == ["rd fused", "rd"]
+    assert all(c["n"] == 2 for c in out["comparisons"])
+    assert all(p["marks"] == "" for c in out["comparisons"] for p in c["pairs"])
+    assert len(out["floor"]) == 4 and {round(abs(f["mean"]), 6) for f in out["floor"]} == {1e-4, 2e-4}
+    assert out["floor"][0]["pairs"][0]["marks"] == "backend: reference against fused"
+
+
+def test_stats_refuses_bad_input_in_one_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    stats_run(tmp_path / "runs", stats_config("block"), {61036: 3.1})
+    for argv, words in (((tmp_path / "empty",), "holds no runs"), ((tmp_path / "none",), "no such folder"),
+                        ((), "which runs?"),
+                        ((tmp_path / "runs", "--control=blok"), "did you mean block?"),
+                        ((tmp_path / "runs", "--allow=lrr"), "which two runs can differ; did you mean lr?"),
+                        ((tmp_path / "runs", "--allow=seed"), "not a setting in which"),
+                        ((tmp_path / "runs", "--split=train"), "wants one of")):
+        code, text, error = stats_cli(capsys, *argv)
+        assert (code, text) == (2, "") and words in error, error
+        assert error.startswith("error: ") and error.count("\n") == 1
+    code, out = stats_json(capsys, tmp_path / "runs")
+    assert code == 0 and out["comparisons"] == [] and "no partner" in out["problems"][0]["why"]
+
+
+def test_equal_differences_and_other_controls(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        # exact in binary, so that the differences are equal
+        for arm, nll in (("plain", 3.0), ("block", 3.25), ("rd", 3.5)):
+            stats_run(tmp_path, stats_config(arm, seed=seed), {61036: nll + seed})
+    code, out = stats_json(capsys, tmp_path, "--control=plain")
+    assert [(c["control"], c["treatment"], c["sd"], c["wins"]) for c in out["comparisons"]] == [
+        ("plain", "rd", 0.0, 0), ("plain", "block", 0.0, 0)]
+    assert "differences are equal" in out["comparisons"][0]["evidence"]
+    assert "rd worse than plain" in out["comparisons"][0]["evidence"]
+
+
+def test_old_runs_with_few_settings_still_pair(tmp_path, capsys):
+    few = ("arch", "scale", "seed", "max_steps", "tokens_per_step")
+    for arm, nll in (("block", 3.1), ("rd", 3.0)):
+        folder = stats_run(tmp_path, stats_config(arm), {61036: nll})
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in stats_config(arm).items() if k in few}))
+        (folder / "metrics.jsonl").write_text(f'{{"kind": "eval", "step": 61036, "nll": {nll}}}\n'
+                                              '{"kind": "end", "status": "complete", "step": 61036}\n')
+    code, out = stats_json(capsys, tmp_path, f"--out={tmp_path / 'report'}")
+    assert code == 0 and out["comparisons"][0]["mean"] == pytest.approx(-0.1)
+    assert "no probe" in out["comparisons"][0]["pairs"][0]["marks"]
+
+
+def test_evaluations_of_other_tokens_are_refused(tmp_path, capsys):
+    for arm, nll in (("block", 3.1), ("rd", 3.0)):
+        folder = stats_run(tmp_path, stats_config(arm), {30518: nll + 0.2, 61036: nll})
+    log = folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"eval_tokens":10485760', '"eval_tokens":512'))
+    code, out = stats_json(capsys, tmp_path)
+    assert out["comparisons"] == [] and "evaluation_eval_tokens: 10485760 against 512" in out["problems"][0]["why"]
+
+
+def test_launch_report_says_what_a_run_will_pair_with(tmp_path):
+    me = stats_config("rd", name="S-rd-s123")
+    assert stats.launch_report(me, tmp_path / "none") == [
+        "in no table until block has a run with these settings, scale S, seed 123"]
+    stats_run(tmp_path, stats_config("block", lr=6e-4), {61036: 3.1}, name="S-block-s123-lr6e-4")
+    assert stats.launch_report(me, tmp_path) == [
+        "not with S-block-s123-lr6e-4: lr: 0.0006 against 0.0003",
+        "in no table until block has a run with these settings, scale S, seed 123"]
+    stats_run(tmp_path, stats_config("block", backend="fused"), {61036: 3.1})
+    stats_run(tmp_path, stats_config("block", seed=5), {61036: 3.2})
+    stats_run(tmp_path, stats_config("rd"), {61036: 3.1})
+    stats_run(tmp_path, stats_config("rd"), {61036: 3.1}, name="S-rd-s123-b")
+    assert stats.launch_report(me, tmp_path) == [
+        "with S-block-s123, marked (--strict refuses it): backend: fused against reference",
+        "not with S-block-s123-lr6e-4: lr: 0.0006 against 0.0003",
+        "a rerun of S-rd-s123-b: the table takes one, both show the noise",
+        "the table gains a pair once both runs have reached a milestone"]
+
+
+def test_out_writes_the_same_tables_and_figures_twice(tmp_path, capsys):
+    for seed in (123, 2025):
+        for arm, shift in (("block", 0.0), ("rd", -0.03), ("frozen_v", -0.01)):
+            stats_run(tmp_path / "runs", stats_config(arm, seed=seed),
+                      {7630: 3.8 + shift, 61036: 3.1 + shift - seed / 1e5}, train=20)
+    for out in ("a", "b"):
+        assert stats_cli(capsys, tmp_path / "runs", f"--out={tmp_path / out}")[0] == 0
+    names = sorted(p.name for p in (tmp_path / "a").iterdir())
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    figures = ["figure2_effects", "figure3_milestones", "figure4_js", "training_curves"]
+    assert {f"{f}.{kind}" for f in figures for kind in ("png", "pdf")} <= set(names)
+    assert {"report.md", "stats.json", "table1_summary.tex", "table3_pairs.tex", "table1_summary.csv",
+            "estimates.csv", "milestones.csv",
+            "js_by_layer.csv", "table4_configurations.csv", "efficiency.csv"} <= set(names)
+    table = (tmp_path / "a" / "table3_pairs.csv").read_text().splitlines()
+    assert table[1].split(",")[:5] == ["S", "rd - block", "2 B", "123", "3.09877"]
+    tex = (tmp_path / "a" / "table1_summary.tex").read_text()
+    assert tex.count(r"\\") == 4 and r"\toprule" in tex and r"$-0.0300 \pm 0.0000$" in tex
+    assert r"frozen\_v - block" in tex
+    if shutil.which("pdflatex"):
+        (tmp_path / "a" / "all.tex").write_text(r"\documentclass{article}\usepackage{booktabs}\begin{document}\tiny"
+                                                r"\input{table1_summary}\input{table3_pairs}\end{document}")
+        subprocess.run(["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "all"], cwd=tmp_path / "a",
+                       check=True,
+                       stdout=subprocess.DEVNULL)
+    assert "n = 2 (seeds 123, 2025)" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_long_logs_are_read_fast(tmp_path):
+    folder = stats_run(tmp_path, stats_config("rd"), {30518: 3.3, 61036: 3.1}, train=61036)
+    start = time.perf_counter()
+    for _ in range(5):
+        run = stats.Run(folder, "S-rd-s123", "val")
+    assert run.val[61036]["nll"] == 3.1 and run.speed == 56158.0 and run.memory == 16_005_000_000
+    assert (time.perf_counter() - start) / 5 < 0.2  # 200 such runs in well under a minute even on a slow machine
