@@ -296,6 +296,8 @@ class GPT(nn.Module):
     same parent weights.
     """
 
+    memory = Depth  # the depth memory of a forward pass; an experiment may put a subclass in its place
+
     def __init__(self, config: GPTConfig, seed: int = 0):
         super().__init__()
         self.config = c = config
@@ -327,7 +329,7 @@ class GPT(nn.Module):
         x = F.embedding(idx, self.wte).to(self.residual_dtype())
         if self.routed:
             backend, _ = choose_backend(c.backend, x.device)
-            depth = Depth(x, backend=backend, eps=c.eps, record=record)
+            depth = self.memory(x, backend=backend, eps=c.eps, record=record)
         else:
             depth = Stream(x, c.eps)
         for l, layer in enumerate(self.layers):
@@ -389,10 +391,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def load_from(self, state: dict[str, torch.Tensor], arch: str) -> None:
-        """Take over the parameters of another arm. A query that the other arm lacks is that of the read there which
-        feeds the same projection: `rd` from a trained `block` computes the parent's function, bit for bit.
-        Raises BadInput where shapes differ or a parameter has no counterpart."""
+        """Take over the parameters of a model of another arm, so that this one computes its function. A query that it
+        lacks is that of its read which feeds the same projection: `rd` from a trained `block` is the parent, bit for
+        bit. From `plain`, queries stay at zero. Frozen queries stay as they are.
+        Raises BadInput where a parameter has no counterpart, here or there, or another shape."""
+        routing, theirs = self.routing_names(), any(".query." in name for name in state)
+        if theirs and not routing:
+            raise BadInput(f"{self.config.arch} cannot start from {arch}: it would drop the depth routes")
         for name, p in self.named_parameters():
+            if name in routing and (not theirs or not p.requires_grad):
+                continue
             source = name
             if name not in state and ".query." in name:
                 prefix, feeds = name.rsplit(".", 1)

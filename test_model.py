@@ -332,14 +332,24 @@ def test_generation_repeats_and_takes_long_prompts(arch):
 
 
 def test_another_arms_weights():
-    block = stir(tiny("block"))
-    with pytest.raises(BadInput, match="nothing for"):
-        tiny("block").load_from(tiny("plain").state_dict(), "plain")
+    block, plain = stir(tiny("block")), stir(tiny("plain"))
+    with pytest.raises(BadInput, match="it would drop the depth routes"):
+        tiny("plain").load_from(block.state_dict(), "block")
+    with pytest.raises(BadInput, match="q_kv cannot start from k_qv: it has nothing for .*query.kv"):
+        tiny("q_kv").load_from(tiny("k_qv").state_dict(), "k_qv")
     with pytest.raises(BadInput, match="is .* here and"):
         tiny("block").load_from(tiny("block", n_embd=64).state_dict(), "block")
     model = tiny("q_k_v")
     model.load_from(block.state_dict(), "block")
     assert all(torch.equal(q, block.layers[2].attn_read.query["qkv"]) for q in model.layers[2].attn_read.query.values())
+    frozen = tiny("frozen_v")
+    frozen.load_from(block.state_dict(), "block")
+    assert all(x.attn_read.query["v"].abs().max() == 0 for x in frozen.layers), "or it were that control no more"
+    x, y = tokens()
+    model = tiny("rd", n_embd=64)
+    parent = stir(tiny("plain", n_embd=64))
+    model.load_from(parent.state_dict(), "plain")
+    assert abs(model(x, y)[1] / parent(x, y)[1] - 1) < 1e-2  # zero queries: plain's function, up to the norms' eps
 
 
 def test_config_names_every_problem():
@@ -516,9 +526,8 @@ def test_evaluation_does_not_depend_on_its_batch(toy_runs, toy):
     data, cpu = open_data(toy), torch.device("cpu")
     results = [evaluation.evaluate(model, data, "val", 20, b, cpu, evaluation.make_autocast(cpu, "float32")) for b in (1, 3, 7, 20)]
     for r in results[1:]:
-        assert abs(r["nll"] - results[0]["nll"]) < 1e-9 * results[0]["nll"] + 1e-8
-        assert r["bits_per_byte"] == pytest.approx(results[0]["bits_per_byte"], rel=1e-7)
-        assert np.allclose(r["js"], results[0]["js"], atol=1e-9)
+        assert abs(r["nll"] - results[0]["nll"]) < 1e-9 and np.allclose(r["js"], results[0]["js"], atol=1e-9)
+        assert r["bits_per_byte"] == pytest.approx(results[0]["bits_per_byte"], rel=1e-9)
 
 
 def test_js_divergence():
@@ -682,6 +691,8 @@ def test_upcycling_starts_as_its_parent(toy_runs, toy, tmp_path):
     first = next(x for x in timeless(folder) if x["kind"] == "eval")
     last = [x for x in timeless(parent) if x["kind"] == "eval"][-1]
     assert first["step"] == 0 and first["nll"] == last["nll"] and first["js"] == [0.0] * 4
+    with pytest.raises(BadInput, match="would mean something else, n_head is 2 there and 4 here"):
+        train_here(tmp_path, toy, arch="rd", init_from=parent, max_steps=4, n_head=4)
 
 
 def test_freeze(toy, tmp_path):
@@ -689,8 +700,9 @@ def test_freeze(toy, tmp_path):
     model, c, _ = evaluation.load_run(folder, torch.device("cpu"))
     assert all(x.attn_read.query["v"].abs().max() == 0 for x in model.layers) and c["n_params_frozen"] == 4 * 32
     assert model.layers[1].attn_read.query["qk"].abs().max() > 0
-    with pytest.raises(BadInput, match="matches no parameter"):
-        train_here(tmp_path, toy, arch="rd", freeze="nothing", max_steps=4)
+    for pattern, word in (("nothing", "no"), ("*", "every")):
+        with pytest.raises(BadInput, match=f"matches {word} parameter"):
+            train_here(tmp_path, toy, arch="rd", freeze=pattern, max_steps=4)
 
 
 def test_names():
@@ -1334,3 +1346,267 @@ def test_long_logs_are_read_fast(tmp_path):
         run = stats.Run(folder, "S-rd-s123", "val")
     assert run.val[61036]["nll"] == 3.1 and run.speed == 56158.0 and run.memory == 16_005_000_000
     assert (time.perf_counter() - start) / 5 < 0.2  # 200 such runs in well under a minute even on a slow machine
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Diagnostics
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the two routes do
+
+
+def eval_here(*args):
+    return evaluation.main([str(a) for a in args] + ["--device=cpu"])
+
+
+@pytest.fixture()
+def own_run(toy_runs, tmp_path):
+    """A copy of the toy rd run with routes far from uniform, and of the block run beside it."""
+    for arch in ("rd", "block"):
+        folder = tmp_path / arch
+        shutil.copytree(the_run(toy_runs, arch), folder)
+        model, _, _ = evaluation.load_run(folder, torch.device("cpu"))
+        saved = torch.load(folder / "ckpt.pt", weights_only=True)
+        torch.save({**saved, "model": stir(model, seed=3 if arch == "rd" else 4).state_dict()}, folder / "ckpt.pt")
+    return tmp_path / "rd"
+
+
+def stored(folder, name):
+    return json.loads((folder / "eval" / f"{name}.json").read_text())
+
+
+def measure_model(model, toy, windows=20):
+    cpu = torch.device("cpu")
+    return evaluation.evaluate(model, open_data(toy), "val", windows, 20, cpu, evaluation.make_autocast(cpu, "float32"))
+
+
+def test_route_report_against_numpy_and_scipy(own_run, toy, capsys):
+    from scipy.spatial.distance import jensenshannon
+    from scipy.stats import entropy
+    eval_here(own_run, "--report")
+    report, text = stored(own_run, "report-val-000012"), capsys.readouterr().out
+    model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
+    ids = torch.from_numpy(np.fromfile(toy / "val.bin", "<u2")[:320].astype(np.int64)).view(20, 16)
+    record = []
+    with torch.no_grad():
+        model(ids, record=record)
+    weights = [w[r].double().numpy() for w in record for r in range(len(w))]  # [K, tokens] of each read
+    assert [(r["layer"], r["read"]) for r in report["reads"]] == \
+        [(l, read) for l in range(4) for read in ("qk", "v", "mlp")] + [(4, "out")]
+    assert [len(r["weights"]) for r in report["reads"]] == [1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert [r["running"] for r in report["reads"]] == [False, False, True, True, True, True] * 2 + [False]
+    for r, w in zip(report["reads"], weights):
+        assert np.allclose(r["weights"], w.mean(1), atol=1e-6) and np.allclose(r["weights_sd"], w.std(1), atol=1e-5)
+        assert r["entropy"] == pytest.approx(entropy(w).mean(), abs=1e-6)
+        assert r["entropy_sd"] == pytest.approx(entropy(w).std(), abs=1e-5)
+    for l, found in enumerate(report["js"]):
+        js = np.array([jensenshannon(a, b) ** 2 for a, b in zip(weights[3 * l].T, weights[3 * l + 1].T)])
+        of_mean = jensenshannon(weights[3 * l].mean(1), weights[3 * l + 1].mean(1)) ** 2
+        for key, want in dict(mean=js.mean(), sd=js.std(), of_mean=of_mean, q50=np.median(js), q90=np.percentile(js, 90)).items():
+            assert found[key] == pytest.approx(want, abs=2e-6)
+    assert report["js"][0]["mean"] == 0 and report["js"][3]["mean"] > 1e-3
+    assert f"{report['reads'][4]['weights'][0]:.3f} ± {report['reads'][4]['weights_sd'][0]:.3f}" in text
+    assert (own_run / "eval" / "report-val-000012.png").read_bytes().startswith(b"\x89PNG")
+    eval_here(own_run.parent / "block", "--report")  # one read: no JS
+    assert stored(own_run.parent / "block", "report-val-000012")["js"] == []
+
+
+def test_interventions_equal_edited_weights(own_run, toy, capsys):
+    """Each intervention gives, to the last bit, the NLL of a model whose parameters were edited by hand."""
+    other = evaluation.load_state(own_run.parent / "block")[0]
+
+    def edit(change):
+        model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
+        with torch.no_grad():
+            for l, layer in enumerate(model.layers):
+                change(l, layer.attn_read.query, layer.mlp_read.query)
+        return model
+
+    def swap(l, q, _):
+        q["qk"], q["v"] = q["v"], q["qk"]
+    model = evaluation.load_run(own_run, torch.device("cpu"))[0]
+    third = {k: p.clone() for k, p in model.layers[3].attn_read.query.items()}
+    edits = {"v:qk": lambda l, q, _: q["v"].copy_(q["qk"]), "qk:v": lambda l, q, _: q["qk"].copy_(q["v"]), "swap": swap,
+             "v:uniform": lambda l, q, _: q["v"].zero_(), "qkv:uniform": lambda l, q, _: [p.zero_() for p in q.values()],
+             "mlp:uniform": lambda l, q, m: m["mlp"].zero_(), "qk:layer3": lambda l, q, _: q["qk"].copy_(third["qk"]),
+             f"v:run={own_run.parent / 'block'}": lambda l, q, _: q["v"].copy_(other[f"layers.{l}.attn_read.query.qkv"])}
+    before = measure_model(model, toy)
+    eval_here(own_run, f"--intervene={','.join(edits)}", "--by_layer", "--eval_batch=20")
+    found = stored(own_run, "intervene-val-000012")["interventions"]
+    for text, change in edits.items():
+        after, e = measure_model(edit(change), toy), found[text.replace(f"{own_run.parent}/", "")]
+        assert (e["nll_before"], e["nll_after"]) == (before["nll"], after["nll"]) and e["delta"] != 0, text
+        d = after["window_nll"] - before["window_nll"]
+        from scipy.stats import ttest_1samp
+        assert np.allclose(e["t_ci"], ttest_1samp(d, 0).confidence_interval(0.95)) and e["delta"] == d.mean()
+        one = measure_model(edit(lambda l, *q: change(l, *q) if l == 2 else None), toy)
+        assert e["by_layer"][2]["nll_after"] == one["nll"], text
+    assert found["v:qk"]["js_mean"] == 0 and before["js_mean"] > 0
+    assert (own_run / "eval" / "intervene-val-000012.png").exists() and f"{found['swap']['nll_after']:.6f}" in capsys.readouterr().out
+    eval_here(own_run, "--intervene=v:qk", "--layers=2-3,1", "--eval_batch=20")  # beside what was stored, not in its place
+    again = stored(own_run, "intervene-val-000012")["interventions"]
+    assert again["swap"] == found["swap"]
+    assert again["v:qk@2-3,1"]["nll_after"] == measure_model(edit(lambda l, q, _: l and edits["v:qk"](l, q, _)), toy)["nll"]
+    case = evaluation.Case(own_run, evaluation.Flags(eval_batch=20), torch.device("cpu"))
+    assert evaluation.effect(case, before, evaluation.plan(case.model, "swap", [2]), "swap")["delta"] == found["swap"]["by_layer"][2]["delta"]
+    assert case.measure()["nll"] == before["nll"], "afterwards the model is as it was"
+
+
+def test_a_single_source_is_what_a_read_gets():
+    """V of layer 3 from each of its sources, against the layer run by hand; the recorded weights say so."""
+    from model import rms_norm
+    from route_kernel import Depth
+    model, (x, y) = stir(tiny("rd", n_layer=4)), tokens()
+    for text, s in (("v:source0", 0), ("v:source1", 1), ("v:source-1", 2)):
+        model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, text, [3]), **kw)
+        record = []
+        got = model(x, record=record)
+        del model.memory
+        depth = Depth(F.embedding(x, model.wte))
+        for l, layer in enumerate(model.layers):
+            if l % 2 == 0:
+                depth.finish_block()
+            sources = depth.completed + [depth.partial]
+            hs = list(depth.read(*layer.attn_read(), layer.attn_norm))
+            if l == 3:
+                hs[1] = rms_norm(sources[s], layer.attn_norm, 1e-6)
+            depth.write(layer.attention(hs, model.rope))
+            depth.write(layer.mlp(*depth.read(*layer.mlp_read(), layer.mlp_norm)))
+        depth.finish_block()
+        want = F.linear(*depth.read(*model.out_read(), model.out_norm), model.wte)
+        assert (got - want).norm() <= 1e-6 * want.norm() and (got - model(x)).norm() > 1e-3 * want.norm()
+        assert torch.equal(record[6][1], torch.eye(3)[s][:, None].expand(3, 32)) and (record[6][0] < 1).all()
+    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, "out:source0", [0]), **kw)
+    e = model.wte[x]
+    want = e / (e.square().mean(-1, keepdim=True) + 1e-6).sqrt() * model.out_norm @ model.wte.T
+    assert (model(x) - want).norm() <= 1e-6 * want.norm()
+
+
+def test_interventions_that_change_nothing_report_exactly_zero(own_run, capsys):
+    nothing = dict(delta=0.0, sd=0.0, t_ci=[0.0, 0.0])
+    rd, block = own_run, own_run.parent / "block"
+    for folder, layers, texts in (
+            (rd, "--layers=0", f"v:qk,qk:v,swap,v:uniform,v:source0,v:source-1,v:layer2,qkv:uniform,v:run={block}"),
+            (rd, "--layers=3", f"v:layer3,qk:layer3,mlp:layer3,v:run={rd},mlp:run={rd}"),
+            (block, "--layers=0-3", f"v:qk,k:q,swap,qkv:run={block},out:run={block}")):
+        eval_here(folder, f"--intervene={texts}", layers)
+        found = stored(folder, "intervene-val-000012")["interventions"]
+        for text in texts.split(","):
+            e = found[f"{text}@{layers[9:]}".replace(f"{own_run.parent}/", "")]
+            assert {k: e[k] for k in nothing} == nothing and e["nll_after"] == e["nll_before"], text
+    model = tiny("frozen_v")
+    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, "v:uniform", range(6)), **kw)
+    x, _ = tokens()
+    assert torch.equal(model(x), tiny("frozen_v")(x))
+
+
+def test_interventions_on_fused_routes(monkeypatch):
+    """As on the reference, and a read that gets its own query back is the read that was opened ahead."""
+    on_backend("fused")
+    x, _ = tokens(1, 4)
+    both = [stir(tiny("rd", n_layer=2, backend=b)) for b in ("reference", "fused")]
+    for text in ("v:source-1", "mlp:uniform", "out:source1"):
+        logits = []
+        for model in both:
+            model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, text, [1]), **kw)
+            logits.append(model(x))
+            del model.memory
+        assert (logits[0] - logits[1]).norm() <= 1e-5 * logits[0].norm(), text
+    model, changes = both[1], {3: {0: both[1].layers[1].mlp_read.query["mlp"].detach().clone()}}
+    plain, real, seen = model(x), evaluation.Depth.read, []
+    monkeypatch.setattr(evaluation.Depth, "read", lambda self, *a: seen.append(a) or real(self, *a))
+    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=changes, **kw)
+    assert torch.equal(model(x), plain) and seen[3][0] is seen[2][3][0]
+
+
+@pytest.mark.parametrize("arch, words, flags", [
+    ("rd", "layer 4 is out of range .0 to 3", ["--intervene=v:layer4"]),
+    ("rd", "--layers=2,9 is out of range: the layers are 0 to 3", ["--intervene=v:qk", "--layers=2,9"]),
+    ("rd", "--layers=a wants layers", ["--intervene=v:qk", "--layers=a"]),
+    ("rd", "--layers goes with --intervene", ["--layers=1"]),
+    ("rd", "unknown; did you mean v:uniform", ["--intervene=v:unifrom"]),
+    ("rd", "rd has the reads qk, v, mlp, out", ["--intervene=k:v"]),
+    ("block", "'v' is no read of its own; block has the reads qkv", ["--intervene=v:uniform"]),
+    ("rd", "no such source", ["--intervene=v:source7"]),
+    ("rd", "is out of range", ["--intervene=out:layer1"]),
+    ("rd", "config.json: No such file", ["--intervene=v:run=nowhere"]),
+    ("rd", "--eval_tokens=0 must be at least 1", ["--eval_tokens=0"]),
+    ("rd", "--temperature=-1.0 must be at least 0", ["--temperature=-1"]),
+])
+def test_bad_interventions(toy_runs, arch, words, flags):
+    with pytest.raises(BadInput, match=words) as e:
+        eval_here(the_run(toy_runs, arch), *flags)
+    assert len(str(e.value).splitlines()) == 1
+
+
+def test_interventions_of_every_arm():
+    with pytest.raises(BadInput, match="plain has the reads none"):
+        evaluation.plan(tiny("plain"), "v:qk", [1])
+    for arch, text, rows in (("q_kv", "swap", {0, 1}), ("q_kv", "kv:q", {1}), ("rd", "v:k", {1}), ("q_k_v", "qk:v", {0, 1}),
+                             ("average", "qkv:uniform", {0, 1}), ("k_qv", "k:qv", {0})):
+        assert {i: set(x) for i, x in evaluation.plan(tiny(arch), text, [1]).items()} == {2: rows}
+
+
+def test_other_evaluations_stay_out_of_the_statistics(own_run, toy, tmp_path, capsys, monkeypatch):
+    """Another split, number of tokens or data: stored beside the run, named so that stats.py takes only what it should."""
+    import stats
+    before = stats.Run(own_run, "rd", "val").evals
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table({"text": [f"abc {i} def ghi" * 20 for i in range(60)]}), tmp_path / "other.parquet")
+    done = run_command("prepare.py", f"--source={tmp_path / 'other.parquet'}", f"--out={other}", f"--tokenizer={toy / 'tokenizer.json'}",
+                       "--val_fraction=0.3", "--test_fraction=0.3", "--workers=1")
+    assert done.returncode == 0, done.stderr
+    eval_here(own_run, f"--data={other}", "--split=test")
+    with pytest.raises(ValueError, match="no test evaluation"):
+        stats.Run(own_run, "rd", "test")
+    eval_here(own_run, own_run.parent / "block", "--split=test", "--by_position")
+    said = capsys.readouterr()
+    assert "warning: the test split" in said.err and "| position | rd | block |" in said.out
+    x, position = stored(own_run, "test-000012"), stored(own_run, "position-test-000012")
+    assert np.mean(position["nll"]) == pytest.approx(x["nll"], abs=1e-9) and len(position["nll"]) == 16
+    model = evaluation.load_run(own_run, torch.device("cpu"))[0]
+    ids = torch.from_numpy(np.fromfile(toy / "test.bin", "<u2")[:x["eval_tokens"] + 1].astype(np.int64))
+    with torch.no_grad():
+        nll = F.cross_entropy(model(ids[:-1].view(-1, 16)).flatten(0, 1), ids[1:], reduction="none").view(-1, 16)
+    assert np.allclose(position["nll"], nll.mean(0), atol=1e-5)
+    assert stats.Run(own_run, "rd", "test").evals[12]["nll"] == x["nll"]
+    eval_here(own_run, "--eval_tokens=64", "--report", "--intervene=swap")
+    assert stored(own_run, "val-000012-64")["windows"] == 4
+    assert stats.Run(own_run, "rd", "val").evals == before
+    config = json.loads((own_run / "config.json").read_text())
+    (own_run / "config.json").write_text(json.dumps({**config, "data_fingerprint": "other"}))
+    with pytest.raises(BadInput, match="has changed since rd was trained"):
+        eval_here(own_run)
+
+
+def test_crossed_backends(own_run, monkeypatch, capsys):
+    on_backend("fused")
+    eval_here(own_run, "--compare_backends", "--eval_tokens=32")
+    found = stored(own_run, "backends-val-000012-32")
+    assert found["within"] and 0 < found["logits"] < 1e-5 and found["nll_reference"] != 0 and found["dtype"] == "float32"
+    monkeypatch.setitem(evaluation.TOLERANCE, "float32", dict(logits=1e-12, nll=1e-12, js=1e-12))
+    with pytest.raises(Failed, match="differ by more than the tolerance: rd"):
+        eval_here(own_run, "--compare_backends", "--eval_tokens=32")
+    assert not stored(own_run, "backends-val-000012-32")["within"]
+
+
+def test_sampling_repeats(own_run, capsys):
+    def said(*flags):
+        eval_here(own_run, own_run.parent / "block", "--sample=abc def", "--new_tokens=20", *flags)
+        return capsys.readouterr().out
+    assert said() == said("--seed=1") != said("--seed=2")
+    assert said("--temperature=0") == said("--temperature=0", "--seed=2") == said("--top_k=1") and said("--top_k=0")
+    assert said("--sample=" + "abc " * 60).startswith("abc abc") and said("--sample=")
+
+
+def test_starting_from_another_run_names_what_does_not_fit(own_run, toy, tmp_path):
+    for words, kw in (("is .* here and .* in the run to start from", dict(init_from=own_run, n_embd=16)),
+                      ("No such file", dict(init_from=tmp_path / "none")),
+                      ("nothing for", dict(init_from=own_run, n_layer=6))):
+        with pytest.raises(BadInput, match=words):
+            train_here(tmp_path / "out", toy, arch="q_k_v", max_steps=2, **kw)
+        assert not list((tmp_path / "out").glob("*/ckpt.pt"))

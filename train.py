@@ -607,18 +607,20 @@ def open_run_data(c: dict, f: Flags, world: World):
     return data, windows, enough
 
 
-def build_model(c: dict, device: torch.device) -> GPT:
-    """The model of config `c` at its starting weights."""
-    with torch.device("cpu"):  # the random numbers of the CPU, whatever the device
-        model = GPT(evaluation.model_config(c), seed=c["seed"])
-    if c["init_from"]:
+def build_model(c: dict, device: torch.device, begin: bool = True) -> GPT:
+    """The model of config `c` on `device`, with `begin` at its starting weights."""
+    model = GPT(evaluation.model_config(c), seed=c["seed"])
+    if c["init_from"] and begin:
         state, parent, _ = evaluation.load_state(Path(c["init_from"]))
         model.load_from(state, parent["arch"])
+        differ = [f"{k} is {parent[k]} there and {c[k]} here" for k in ("n_head", "block_layers", "tokenizer_sha256") if parent[k] != c.get(k, parent[k])]
+        if differ:
+            raise BadInput(f"--init_from={c['init_from']}: the weights would mean something else, {'; '.join(differ)}")
     if c["freeze"]:
         hit = [p.requires_grad_(False) for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, c["freeze"])]
-        if not hit:
+        if not hit or not any(p.requires_grad for p in model.parameters()):
             names = [n for n, _ in model.named_parameters() if n.startswith(("layers.1.", "out", "wte"))]
-            raise BadInput(f"--freeze={c['freeze']} matches no parameter; names look like {', '.join(names)}")
+            raise BadInput(f"--freeze={c['freeze']} matches {'every' if hit else 'no'} parameter; names look like {', '.join(names)}")
     return model.to(device)
 
 
@@ -691,12 +693,12 @@ def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, d
     if c["deterministic"]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    model = build_model(c, device)
+    state, start = evaluation.load_checkpoint(folder), 0
+    model = build_model(c, device, begin=state is None)
     counts = model.count()
     c.update(n_params=counts["total"], n_params_route=counts["routing"], n_params_frozen=counts["frozen"])
     optimizer = make_optimizer(model, c)
     autocast = evaluation.make_autocast(device, c["dtype"])
-    state, start = evaluation.load_checkpoint(folder), 0
     if state is None:
         c["init_sha256"] = starting_hash(model)
         if world.rank == 0:
