@@ -843,6 +843,414 @@ def test_bad_evaluation_input(toy_runs, tmp_path, what):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The depth route
+
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+
+ROUTE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUTE_BACKENDS = ["reference"]
+if rk.triton is not None and (rk.INTERPRETED or ROUTE_DEVICE == "cuda"):
+    ROUTE_BACKENDS.append("fused")
+route_fused = pytest.mark.skipif("fused" not in ROUTE_BACKENDS, reason="needs triton")
+
+
+def published_route(sources, queries, key_gain, out_gain=None, eps=1e-6):
+    """The read in the form its authors publish: stack, normalise, two einsums. Slow, plain, and the oracle here."""
+    values = torch.stack(sources)
+    keys = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * key_gain
+    weights = torch.einsum("rd,k...d->rk...", queries, keys).softmax(1)
+    mixtures = torch.einsum("rk...,k...d->r...d", weights, values)
+    if out_gain is not None:
+        mixtures = mixtures * torch.rsqrt(mixtures.square().mean(-1, keepdim=True) + eps) * out_gain
+    return tuple(mixtures)
+
+
+class PublishedDepth:
+    """Depth's interface over `published_route`, with residual additions by autograd."""
+
+    def __init__(self, x):
+        self.completed, self.partial = [x], None
+
+    def read(self, queries, key_gain, out_gain=None, ahead=None, last=False):
+        sources = self.completed + ([] if self.partial is None else [self.partial])
+        return published_route(sources, queries, key_gain, out_gain)
+
+    def write(self, out):
+        self.partial = out if self.partial is None else self.partial + out
+
+    def finish_block(self):
+        if self.partial is not None:
+            self.completed, self.partial = self.completed + [self.partial], None
+
+
+def route_error(a, b):
+    """|a - b| / |b| over the whole tensor; |a - b| where b is 0."""
+    b = b.double()
+    return ((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1)).item()
+
+
+def route_example(d, K, R, norm=True, shape=(5,), dtype=torch.float32, seed=0):
+    """Parameters [queries, key_gain(, out_gain)], sources and upstream gradients."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*size, scale=1.0):
+        return (torch.randn(*size, generator=g) * scale).to(ROUTE_DEVICE)
+
+    parameters = [draw(R, d, scale=d ** -0.5), draw(d)] + ([draw(d)] if norm else [])
+    sources = [draw(*shape, d).to(dtype) for _ in range(K)]
+    return parameters, sources, [draw(*shape, d).to(dtype) for _ in range(R)]
+
+
+def route_errors(backend, parameters, sources, up, leaf=lambda x: x):
+    """Errors of mixtures and of every gradient against float64 autograd of the published form; `leaf` maps each
+    source's leaf to what is read (a view, say)."""
+    def run(f, dtype, *more):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (*parameters, *sources)]
+        p, s = leaves[:len(parameters)], [leaf(x) for x in leaves[len(parameters):]]
+        out = f(tuple(s), *p, *([None] if len(p) == 2 else []), *more)
+        return (*out, *torch.autograd.grad(out, leaves, [u.to(out[0].dtype) for u in up]))
+
+    got = run(lambda *a: route(*a, backend=backend), None)
+    want = run(published_route, torch.float64)
+    assert all(g.shape == w.shape for g, w in zip(got, want))
+    return [route_error(g, w) for g, w in zip(got, want)]
+
+
+ROUTE_CASES = [(24, 3, 1), (24, 7, 2), (24, 33, 2), (24, 9, 3), (100, 1, 1), (100, 2, 3), (100, 5, 2), (576, 1, 2),
+               (576, 5, 2), (576, 2, 1), (832, 5, 2), (832, 2, 3), (832, 7, 1), (1025, 3, 2), (1025, 1, 3),
+               (1025, 5, 1)]
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+@pytest.mark.parametrize("d,K,R", ROUTE_CASES)
+@pytest.mark.parametrize("norm", [True, False])
+def test_route_is_the_published_one(backend, d, K, R, norm):
+    assert max(route_errors(backend, *route_example(d, K, R, norm, shape=(2, 3)))) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_route_puts_eps_where_the_method_does(backend):
+    parameters, sources, up = route_example(24, 3, 2)
+    assert max(route_errors(backend, parameters, [s * 1e-3 for s in sources], up)) < 1e-5  # mean squares near eps
+
+
+@pytest.mark.parametrize("d,K,R", [(24, 3, 2), (100, 5, 2), (576, 5, 3), (832, 1, 2)])
+def test_route_reference_in_bf16_is_as_good_as_its_roundings(d, K, R):
+    """Mixtures and source gradients are rounded once (half an ulp is 2^-9); what is summed over rows, hardly."""
+    errors = route_errors("reference", *route_example(d, K, R, shape=(600,), dtype=torch.bfloat16))
+    assert max(errors[:R]) < 2 ** -9 and max(errors[R + 3:]) < 2 ** -9
+    assert max(errors[R:R + 3]) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_route_takes_any_layout(backend):
+    parameters, sources, up = route_example(100, 3, 2, shape=(3, 4))
+    up = [torch.ones((), device=ROUTE_DEVICE).expand(3, 4, 100)] * 2  # what .sum().backward() sends: stride 0
+    for leaf in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x[:1].expand(3, 4, 100),
+                 lambda x: x.flip(0)[::2].repeat_interleave(2, 0)[:3],
+                 lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1)):
+        assert max(route_errors(backend, parameters, sources, up, leaf)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_route_gold_vector(backend):
+    one, two = torch.eye(4, device=ROUTE_DEVICE)[:2]
+    query = torch.tensor([[2.0, 0, 0, 0]], device=ROUTE_DEVICE)
+    (h,) = route((one, two), query, torch.ones(4, device=ROUTE_DEVICE), eps=1e-12, backend=backend)
+    assert h[0].item() == pytest.approx(0.9820138, abs=1e-7) and h[1].item() == pytest.approx(1 - 0.9820138, abs=1e-7)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_route_gradients_that_are_exactly_zero(backend):
+    def grads(K, zero):
+        parameters, sources, up = route_example(24, K, 2)
+        queries, key_gain, out_gain = (p.requires_grad_() for p in parameters)
+        queries = (queries.detach() * (0 if zero else 1)).requires_grad_()
+        mixtures = route(sources, queries, key_gain, out_gain, backend=backend)
+        return torch.autograd.grad(mixtures, [queries, key_gain, out_gain], up)
+
+    queries, key_gain, out_gain = grads(1, False)  # one source: its weight is 1 whatever the score
+    assert not queries.any() and not key_gain.any() and out_gain.all()
+    queries, key_gain, out_gain = grads(3, True)  # a gain reaches the score through the query only
+    assert queries.all() and not key_gain.any()
+
+
+def depth_walk(memory, parameters, layers, block_layers=2, ahead=True):
+    """The model's order of reads and writes with stand-ins for its sub-layers. Returns the output read."""
+    given = iter(parameters)
+    for i in range(layers):
+        queries, gain, norm, mlp_query, mlp_gain, mlp_norm, weight = (next(given) for _ in range(7))
+        if i % block_layers == 0:
+            memory.finish_block()
+        mixtures = memory.read(queries, gain, norm, ahead=(mlp_query, mlp_gain) if ahead else None)
+        memory.write(torch.tanh(sum((j + 1) * h for j, h in enumerate(mixtures)) @ weight.to(mixtures[0].dtype)))
+        (h,) = memory.read(mlp_query, mlp_gain, mlp_norm)
+        memory.write(torch.tanh(h @ weight.t().to(h.dtype)))
+    memory.finish_block()
+    query, gain, norm = given
+    return memory.read(query, gain, norm, last=True)[0]
+
+
+def depth_parameters(R, layers, d=24, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def read(R):
+        return [torch.randn(R, d, generator=g) * 0.2, *(torch.rand(2, d, generator=g) + 0.5)]
+
+    out = [x for _ in range(layers) for x in (*read(R), *read(1), torch.randn(d, d, generator=g) / d ** 0.5)] + read(1)
+    return [torch.randn(2, 3, d, generator=g).to(ROUTE_DEVICE)] + [x.to(ROUTE_DEVICE) for x in out]
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+@pytest.mark.parametrize("R,ahead", [(1, True), (2, True), (2, False), (3, True)])
+def test_depth_is_the_published_method(backend, R, ahead):
+    inputs = depth_parameters(R, layers=5)
+
+    def run(make, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        y = depth_walk(make(leaves[0]), leaves[1:], 5, ahead=ahead)
+        up = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=dtype).view(y.shape)
+        return (y, *torch.autograd.grad(y, leaves, up))
+
+    got, want = run(lambda x: Depth(x, backend), torch.float32), run(PublishedDepth, torch.float64)
+    assert max(route_error(g, w) for g, w in zip(got, want)) < 1e-5
+
+
+@pytest.mark.parametrize("backend,dtype", [(b, t) for b in ROUTE_BACKENDS for t in (torch.float32, torch.bfloat16)])
+def test_depth_equal_queries_give_the_parent_bit_for_bit(backend, dtype):
+    """R = 2 and 3 with copies of one query against R = 1, through the whole walk, and the gradient identity."""
+    for d, K in ((24, 2), (100, 5), (576, 3)):
+        (queries, *gains), sources, up = route_example(d, K, 1, shape=(10,), dtype=dtype)
+        (alone,) = route(sources, queries, *gains, backend=backend)
+        for R in (2, 3):
+            assert all(torch.equal(h, alone) for h in route(sources, queries.expand(R, d), *gains, backend=backend))
+    parameters = depth_parameters(1, layers=2)
+    x, parameters = parameters[0].to(dtype), parameters[1:]
+    one = [p.requires_grad_() for p in parameters]
+    two = [(torch.cat([p, p]) if i in (0, 7) else p).detach().requires_grad_() for i, p in enumerate(parameters)]
+
+    class Second(Depth):  # attention takes the mean of equal mixtures: exact in floating point
+        def read(self, queries, *args, **kwargs):
+            mixtures = super().read(queries, *args, **kwargs)
+            return mixtures if len(mixtures) == 1 else ((mixtures[0] + mixtures[1]) / 2,)
+
+    a, b = (depth_walk(kind(x, backend), p, 2, block_layers=1) for kind, p in ((Depth, one), (Second, two)))
+    assert torch.equal(a, b)
+    if dtype == torch.float32:
+        a.square().sum().backward()
+        b.square().sum().backward()
+        for p, q in zip(one, two):
+            assert route_error(q.grad.sum(0, keepdim=True) if len(q) > len(p) else q.grad, p.grad) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_depth_in_any_order_of_calls(backend):
+    """Hints that never come true, writes in a row, empty blocks, reads in a row, mixed dtypes."""
+    inputs = [x.double() for x in depth_parameters(1, layers=2, d=16)]
+
+    def walk(make, dtype):
+        x, q, g, n, q2, g2, n2, w, *_ = [x.to(dtype).requires_grad_() for x in inputs]
+        m, outs = make(x), []
+        m.finish_block()
+        m.write(torch.tanh(x @ w))
+        m.finish_block()
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.finish_block()
+        outs += m.read(q2, g2, n2)  # announced, but nothing was written
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.write(outs[-1] * 2)
+        m.write(outs[0] @ w)
+        outs += m.read(q2, g2)  # announced, and closed without a norm after two writes
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.write(outs[1] @ w)
+        m.finish_block()
+        outs += m.read(q2, g2, n2)  # announced before the block was finished
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.write(outs[-1] * 0.5)
+        outs += m.read(q, g, n)  # another read than the one announced
+        m.write(outs[2])
+        outs += [*m.completed, m.partial] if isinstance(m, Depth) else [*m.completed, m.partial]
+        leaves = (x, q, g, n, q2, g2, n2, w)
+        return (*outs, *torch.autograd.grad(sum(o.square().sum() * (i + 1) for i, o in enumerate(outs)), leaves))
+
+    got, want = walk(lambda x: Depth(x, backend), torch.float32), walk(PublishedDepth, torch.float64)
+    assert max(route_error(g, w) for g, w in zip(got, want)) < 1e-5
+    depth = Depth(torch.randn(3, 16, device=ROUTE_DEVICE), backend)
+    depth.write(torch.ones(3, 16, device=ROUTE_DEVICE, dtype=torch.bfloat16))
+    assert depth.partial.dtype == torch.float32 and len(depth.completed) == 1
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_depth_adds_as_torch_adds(backend):
+    # the interpreter cuts bf16 off where a GPU rounds, so it is asked about fp16
+    dtype = torch.float16 if backend == "fused" and rk.INTERPRETED else torch.bfloat16
+    x, a, b = (torch.randn(64, 24, device=ROUTE_DEVICE).to(dtype) for _ in range(3))
+    q, g = torch.zeros(1, 24, device=ROUTE_DEVICE), torch.ones(24, device=ROUTE_DEVICE)
+    depth = Depth(x, backend)
+    depth.write(a)
+    depth.write(b)
+    depth.read(q, g)
+    assert torch.equal(depth.partial, a + b)
+    depth.read(q, g, ahead=(q, g))
+    depth.write(x)
+    depth.finish_block()
+    depth.read(q, g)
+    assert torch.equal(depth.completed[1], a + b + x)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_depth_records_weights(backend):
+    inputs = depth_parameters(2, layers=3)
+    record = []
+    with torch.no_grad():
+        depth_walk(Depth(inputs[0], backend, record=record), inputs[1:], 3)
+    assert [tuple(w.shape[:2]) for w in record] == [(2, 1), (1, 2), (2, 2), (1, 2), (2, 2), (1, 3), (1, 3)]
+    first = inputs[0]
+    assert all(w.dtype == torch.float32 and (w.sum(1) - 1).abs().max() < 1e-6 for w in record)
+    again = []
+    depth_walk(Depth(first, "reference", record=again), inputs[1:], 3)
+    assert max(route_error(a, b) for a, b in zip(record, again)) < 1e-5 and not any(w.requires_grad for w in again)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_depth_backward_under_autograds_features(backend):
+    """Pruned, repeated, frozen and checkpointed backward passes give what the whole one gives."""
+    from torch.utils.checkpoint import checkpoint
+    inputs = depth_parameters(2, layers=2)
+
+    def walk(leaves):
+        return depth_walk(Depth(leaves[0], backend), leaves[1:], 2)
+
+    before = [x.clone() for x in inputs]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = walk(leaves)
+    up = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
+    kept = up.clone()
+    whole = torch.autograd.grad(y, leaves, up, retain_graph=True)
+    again = torch.autograd.grad(y, leaves, up, retain_graph=True)
+    assert torch.equal(up, kept) and all(map(torch.equal, whole, again))  # to the bit, and nothing written into `up`
+    for i in (0, 4, 7):
+        (one,) = torch.autograd.grad(y, [leaves[i]], up, retain_graph=True)
+        assert route_error(one, whole[i]) < 1e-6
+    for frozen in ((0, 7), (1, 2, 4), tuple(range(1, len(inputs)))):
+        some = [x.clone().requires_grad_(i not in frozen) for i, x in enumerate(inputs)]
+        walk(some).backward(up)
+        for i, (x, g) in enumerate(zip(some, whole)):
+            assert x.grad is None if i in frozen else route_error(x.grad, g) < 1e-6
+    saved = [x.clone().requires_grad_() for x in inputs]
+    checkpoint(lambda *a: walk(a), *saved, use_reentrant=False).backward(up)
+    assert all(torch.equal(x.grad, g) for x, g in zip(saved, whole))
+    with torch.no_grad():
+        assert torch.equal(walk(inputs), y)
+    assert all(map(torch.equal, inputs, before)) and all(map(torch.equal, leaves, before))
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_route_with_mixtures_and_sources_left_unused(backend):
+    """Upstream gradients that are None: of one mixture, of the returned sources, of an opened read."""
+    (queries, key_gain, out_gain), sources, up = route_example(24, 3, 2)
+    leaves = [x.requires_grad_() for x in (queries, key_gain, out_gain, *sources)]
+    h = route(sources, queries, key_gain, out_gain, backend=backend)[1]
+    h64 = published_route([s.double() for s in sources], queries.double(), key_gain.double(), out_gain.double())[1]
+    for g, w in zip(torch.autograd.grad(h, leaves, up[1]), torch.autograd.grad(h64, leaves, up[1].double())):
+        assert route_error(g, w) < 1e-5
+    depth = Depth(sources[0] * 1, backend)
+    depth.write(sources[1] * 1)
+    depth.read(queries, key_gain, ahead=(queries[:1], out_gain))  # nobody uses its mixtures
+    assert torch.equal(torch.autograd.grad(depth.partial, [sources[1]], up[0])[0], up[0])
+
+
+def test_route_computes_in_fp32_under_autocast():
+    parameters, sources, _ = route_example(100, 3, 2)
+    want = route(sources, *parameters, backend="reference")
+    with torch.autocast(ROUTE_DEVICE, torch.bfloat16):
+        got = route(sources, *parameters, backend="reference")
+    assert all(map(torch.equal, got, want))
+
+
+def test_route_reference_does_not_depend_on_chunks(monkeypatch):
+    parameters, sources, up = route_example(100, 3, 2, shape=(70,))
+    sizes = iter([16, 16, 70, 70])
+    monkeypatch.setattr(rk, "chunks", lambda *a: next(sizes))
+    first, second = (route_errors("reference", parameters, sources, up) for _ in range(2))
+    assert max(first) < 1e-5 and max(second) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_route_ops_pass_opcheck(backend):
+    (queries, key_gain, out_gain), sources, up = route_example(24, 3, 2)
+    fused = backend == "fused"
+    parameters = [queries, key_gain, out_gain, *((queries[:1] * 2, out_gain) if fused else (None, None))]
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    args = (sources, up[0] if fused else None, None, parameters, 2, 1e-6, backend)
+    torch.library.opcheck(rk.read_op, args, test_utils=tests)
+    out = rk.read_op(*args)
+    dopened = [up[0], up[0][:, 0].contiguous(), out[4]] if fused else []
+    running, needed = [up[0], None, up[1]], [True, False, True]
+    args = (sources, running, needed, up, dopened, parameters, out[-4:], 2, False, backend)
+    torch.library.opcheck(rk.read_backward_op, args, test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_depth_compiles_whole_once_a_shape(backend):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    inputs = depth_parameters(2, layers=2)
+    compiles = []
+
+    def count(graph, example):
+        compiles.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def walk(*leaves):
+        return depth_walk(Depth(leaves[0], backend), leaves[1:], 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(walk, fullgraph=True, backend=aot_autograd(fw_compiler=count))
+    eager, fast = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    for _ in range(2):
+        a, b = walk(*eager), compiled(*fast)
+        a.square().sum().backward()
+        b.square().sum().backward()
+    assert torch.equal(a, b) and all(route_error(y.grad, x.grad) < 1e-6 for x, y in zip(eager, fast))
+    assert len(compiles) == 2  # one forward, one backward
+
+
+@route_fused
+def test_route_passes_are_counted():
+    assert rk.count_passes(16, 2) <= 35 and rk.count_passes(24, 2) <= 39
+    assert rk.count_passes(3, 2, backend="reference") > rk.count_passes(3, 2)  # it adds residuals in their own passes
+
+
+def test_route_says_what_cannot_be():
+    parameters, sources, _ = route_example(24, 2, 1)
+    queries, key_gain, out_gain = parameters
+    a, b = sources
+    for bad in (((), queries, key_gain), ((a, b[:2]), queries, key_gain), ((a, b.double()), queries, key_gain),
+                (sources, queries[0], key_gain), (sources, queries, key_gain[:3])):
+        with pytest.raises(BadInput):
+            route(*bad, backend="reference")
+    assert choose_backend("reference", "cpu")[0] == "reference"
+    assert choose_backend("auto", "cpu")[0] == "reference" and "cpu" in choose_backend("auto", "cpu")[1]
+    with pytest.raises(BadInput, match="want auto, reference or fused"):
+        choose_backend("fast", "cpu")
+
+
+def test_route_without_triton_or_gpu_is_said(monkeypatch):
+    monkeypatch.setattr(rk, "INTERPRETED", False)
+    with pytest.raises(BadInput, match="CUDA|triton"):
+        choose_backend("fused", "cpu")
+    monkeypatch.setattr(rk, "triton", None)
+    with pytest.raises(BadInput, match="triton is not installed"):
+        choose_backend("fused", "cuda")
+    backend, why = choose_backend("auto", "cuda")
+    assert backend == "reference" and "triton is not installed" in why
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Statistics
 
 

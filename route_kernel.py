@@ -1,0 +1,948 @@
+"""The depth route: every read of the residual memory, exact, in plain torch and as fused Triton kernels.
+
+    python route_kernel.py              # check the kernels, count what they read and write, time them on a GPU
+
+`Depth` is what the model uses, `route` the same read on its own. A read is one autograd function that returns its
+sources beside its mixtures; whoever reads next takes the returned ones, so that a backward pass receives each source's
+gradient so far and hands it on with its own share added: autograd itself never adds two [N, d] tensors.
+
+Letters: N token rows, d width, K sources, R queries of a read, Q queries scored in one pass.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from typing import List, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from prepare import BadInput, Failed, flag, parse_flags, run_script
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS and Windows have none: the reference path runs there
+    triton = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch, read when it decorates a kernel
+MAX_SOURCES = 64
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the model uses
+
+
+def route(sources, queries, key_gain, out_gain=None, eps=1e-6, backend="auto"):
+    """The mixtures of `sources` that `queries` select, one per query (paper, equation 1, then the norm of equation 2).
+
+    sources: tuple of K tensors [..., d] of one dtype; queries [R, d]; key_gain [d]; out_gain [d] or None.
+    Returns a tuple of R tensors [..., d] in the sources' dtype, RMS-normalised with out_gain where it is given.
+    Scores, softmax and sums are float32. Raises BadInput for shapes that do not belong together and for a backend
+    that cannot run here.
+    """
+    sources = tuple(sources)
+    if not sources:
+        raise BadInput("route needs at least one source")
+    shape, dtype, d = sources[0].shape, sources[0].dtype, sources[0].shape[-1]
+    for i, s in enumerate(sources):
+        if s.shape != shape or s.dtype != dtype:
+            raise BadInput(f"source {i} is {tuple(s.shape)} {s.dtype} but source 0 is {tuple(shape)} {dtype}: "
+                           "the sources of a read share one shape and dtype")
+    if queries.dim() != 2 or queries.shape[1] != d or not len(queries):
+        raise BadInput(f"queries are {tuple(queries.shape)}: want [R, {d}], one row a query")
+    for name, gain in (("key_gain", key_gain), ("out_gain", out_gain)):
+        if gain is not None and gain.shape != (d,):
+            raise BadInput(f"{name} is {tuple(gain.shape)}: want [{d}]")
+    chosen, _ = choose_backend(backend, sources[0].device)
+    if chosen == "fused":
+        check_fused(len(sources), len(queries), dtype)
+    return read(sources, queries, key_gain, out_gain, eps, chosen).mixtures
+
+
+def check_fused(K: int, R: int, dtype: torch.dtype) -> None:
+    if K > MAX_SOURCES or R > 3 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise BadInput(f"the fused route takes up to {MAX_SOURCES} sources and 3 queries, in float32, bfloat16 or "
+                       f"float16, not {K}, {R} and {dtype}: use --backend=reference")
+
+
+def choose_backend(requested: str, device) -> tuple[str, str]:
+    """(backend, reason) for `requested` (auto, reference or fused) on `device`; BadInput where fused cannot run."""
+    device = torch.device(device)
+    if requested not in ("auto", "reference", "fused"):
+        raise BadInput(f"backend {requested!r}: want auto, reference or fused")
+    if requested == "reference":
+        return "reference", "asked for"
+    cause = None
+    if triton is None:
+        cause = "triton is not installed (pip install triton; Linux only)"
+    elif device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            cause = "this GPU is older than compute capability 8.0, which the kernels are written for"
+    elif not (INTERPRETED and device.type == "cpu"):
+        cause = f"the device is {device.type} and the fused kernels run on CUDA GPUs (a CPU only interprets them, " \
+                "for tests: TRITON_INTERPRET=1)"
+    if requested == "fused":
+        if cause:
+            raise BadInput(f"--backend=fused cannot run: {cause}")
+        return "fused", "asked for" + (", in Triton's interpreter" if device.type == "cpu" else "")
+    if device.type != "cuda":
+        return "reference", f"the device is {device.type}: the fused kernels are for CUDA GPUs"
+    return ("reference", cause) if cause else ("fused", "a CUDA GPU with triton")
+
+
+class Depth:
+    """The depth memory of one forward pass: the embedding, the completed blocks, and the block being summed.
+
+    A read hands out mixtures over all of them, a write adds a sub-layer's output to the block being summed, and
+    `finish_block` makes that block a source of its own. How a layer uses them is the method (paper, section 3).
+
+    x: the embedding [..., d] in the residual stream's dtype. backend: reference or fused. record: None or a list
+    to which every read appends its weights, float32 [R, K, N], sources in order and the block being summed last.
+    """
+
+    def __init__(self, x: Tensor, backend: str = "reference", eps: float = 1e-6, record: list | None = None):
+        self.backend, self.eps, self.record = backend, eps, record
+        self.sources = [x]  # completed ones first, then the block being summed, when it holds anything
+        self.n_completed = 1
+        self.pending = None  # a sub-layer's output that the next read adds to the last source on its way
+        self.opened = None  # what `ahead` prepared: see `read`
+
+    def read(self, queries: Tensor, key_gain: Tensor, out_gain: Tensor | None = None, ahead=None, last: bool = False):
+        """R mixtures [..., d] of all sources for `queries` [R, d], normalised by `out_gain` [d] where it is given.
+
+        ahead: (queries, key_gain) of the read to come after the next write. Queries are parameters, so the fused
+        route scores the completed sources for it in this same pass over them, and the read itself only adds the
+        block being summed. It changes no result, and may never come. last: no read follows this one.
+        """
+        fused = self.backend == "fused"
+        if fused:
+            check_fused(len(self.sources), len(queries), self.sources[0].dtype)
+        opened, self.opened = self.opened, None
+        if opened and opened.queries is queries and opened.key_gain is key_gain \
+                and opened.count == len(self.sources) - 1:
+            done = read((opened.mixture, self.sources[-1]), queries, key_gain, out_gain, self.eps, self.backend,
+                        self.pending, given=opened.lse)
+            self.sources[-1] = done.sources[1]
+            scores = torch.cat([opened.scores[:, None], done.scores[..., 1:]], -1)
+        else:
+            hint = ahead if fused and ahead is not None and len(ahead[0]) == 1 else None
+            done = read(self.sources, queries, key_gain, out_gain, self.eps, self.backend, self.pending, hint,
+                        self.n_completed)
+            self.sources, self.opened, scores = list(done.sources), done.opened, done.scores
+        self.pending = None
+        if last:  # handing the sources on would only keep them alive
+            self.sources, self.n_completed, self.opened = [], 0, None
+        if self.record is not None:
+            self.record.append(scores.detach().softmax(-1).permute(1, 2, 0).float())
+        return done.mixtures
+
+    def write(self, out: Tensor) -> None:
+        """Add a sub-layer's output [..., d] to the block being summed, in the residual stream's dtype."""
+        out = out.to(self.sources[0].dtype)
+        if len(self.sources) == self.n_completed:
+            self._add_pending()
+            self.sources.append(out)
+        elif self.backend == "fused":
+            self._add_pending()
+            self.pending = out
+        else:
+            self.sources[-1] = self.sources[-1] + out
+
+    def finish_block(self) -> None:
+        """The block being summed becomes a source of its own (nothing happens when it is empty)."""
+        self.n_completed = len(self.sources)
+
+    def _add_pending(self) -> None:
+        if self.pending is not None:
+            self.sources[-1], self.pending = self.sources[-1] + self.pending, None
+
+    @property
+    def completed(self) -> list[Tensor]:
+        """The embedding and the completed blocks, [..., d] each."""
+        self._add_pending()
+        return self.sources[:self.n_completed]
+
+    @property
+    def partial(self) -> Tensor | None:
+        """The block being summed [..., d], or None while it is empty."""
+        self._add_pending()
+        return self.sources[-1] if len(self.sources) > self.n_completed else None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A read as an autograd function
+
+
+class Opened(NamedTuple):
+    """A softmax over the completed sources only: its mixture [..., d], log-sum-exp [N] and scores [N, count]."""
+    queries: Tensor
+    key_gain: Tensor
+    count: int
+    mixture: Tensor
+    lse: Tensor
+    scores: Tensor
+
+
+class Done(NamedTuple):
+    mixtures: tuple
+    sources: tuple  # to be handed to the next read
+    scores: Tensor  # [N, R, K]
+    opened: Opened | None
+
+
+def read(sources, queries, key_gain, out_gain, eps, backend, pending=None, ahead=None, n_ahead=0, given=None) -> Done:
+    """One read over `sources`, after adding `pending` to the last of them.
+
+    ahead: (queries [1, d], key_gain) to open over the first n_ahead sources. given: the score [N] of source 0, where
+    that is an opened mixture: softmax over it and the rest is the softmax over everything it is made of, exactly.
+    """
+    R, A = len(queries), int(ahead is not None)
+    out = Read.apply(eps, backend, n_ahead, given, pending, queries, key_gain, out_gain, *(ahead or (None, None)),
+                     *sources)
+    scores = out[R] if backend == "reference" else out[R][..., :-1].transpose(1, 2)
+    opened = Opened(*ahead, n_ahead, out[R + 1], out[R + 2], scores[:, R, :n_ahead]) if A else None
+    return Done(out[:R], out[R + 1 + 2 * A:], scores[:, :R], opened)
+
+
+def rows_of(x):
+    """x [..., d] as contiguous rows [N, d]: only a strided or expanded tensor is copied."""
+    return None if x is None else x.reshape(-1, x.shape[-1]).contiguous()
+
+
+class Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, eps, backend, n_ahead, given, pending, *tensors):
+        ctx.set_materialize_grads(False)
+        parameters, sources = tensors[:5], tensors[5:]  # queries, key_gain, out_gain, ahead, ahead_gain
+        shape, R = sources[0].shape, len(parameters[0])
+        A, P = int(parameters[3] is not None), int(pending is not None)
+        rows = [rows_of(s) for s in sources]
+        out = read_op(rows, rows_of(pending), given, parameters, n_ahead, eps, backend)
+        opened, state = out[R + P:R + P + 2 * A], out[R + P + 2 * A:]
+        if P:
+            rows[-1] = out[R]
+            sources = (*sources[:-1], out[R].view(shape))
+        ctx.save_for_backward(*parameters, *opened[1:], *rows, *state)
+        ctx.rest = backend, n_ahead, R, A, P, len(rows), given is not None
+        ctx.mark_non_differentiable(state[0])
+        opened = (opened[0].view(shape), opened[1]) if A else ()
+        return (*(h.view(shape) for h in out[:R]), state[0], *opened, *sources)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        backend, n_ahead, R, A, P, K, given = ctx.rest
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        parameters, lse, rows, state = saved[:5], saved[5:5 + A], saved[5 + A:5 + A + K], saved[5 + A + K:]
+        dmix, dopened, running = grads[:R], grads[R + 1:R + 1 + 2 * A], grads[R + 1 + 2 * A:]
+        shape = next((g.shape for g in (*dmix, *dopened[:1], *running) if g is not None), None)
+        if shape is None:
+            return (None,) * (10 + K)
+        needed = list(ctx.needs_input_grad[10:])
+        needed[-1] = needed[-1] or ctx.needs_input_grad[4]
+        dmix = [torch.zeros_like(rows[0]) if g is None else rows_of(g) for g in dmix]
+        if any(g is not None for g in dopened):  # otherwise the read that `ahead` announced never came
+            dopened = [torch.zeros_like(x) if g is None else g.reshape(x.shape).contiguous()
+                       for g, x in zip(dopened, (rows[0], *lse))] + [*lse]
+        else:
+            dopened = []
+        out = read_backward_op(rows, [rows_of(g) for g in running], needed, dmix, dopened, parameters, state, n_ahead,
+                               given, backend)
+        dparameters, dgiven = [g if g.numel() else None for g in out[:5]], out[5] if given else None
+        ds = [g.view(shape) if want else None for g, want in zip(out[6:], needed)]
+        return (None, None, None, dgiven, ds[-1] if P else None, *dparameters, *ds)
+
+
+# The passes as opaque operations, so that torch.compile takes a read as one node and never looks inside
+
+
+@torch.library.custom_op("depth_route::read", mutates_args=())
+def read_op(sources: List[Tensor], pending: Optional[Tensor], given: Optional[Tensor],
+            parameters: List[Optional[Tensor]], n_ahead: int, eps: float, backend: str) -> List[Tensor]:
+    """The R mixtures [N, d], [last source + pending], [mixture [N, d] and log-sum-exp [N] of `ahead`], then the state.
+
+    The state is what the backward needs, fp32. Reference: scores [N, R, K] and 1 / rms of each source [N, K]; fused:
+    both in one [N, K, Q + 1], and each softmax's log-sum-exp [N, R]. Then 1 / rms of each mixture [N, R], keys [Q, d].
+    """
+    forward = fused_read if backend == "fused" else reference_read
+    return forward(sources, pending, given, parameters, n_ahead, eps, backend)
+
+
+@read_op.register_fake
+def read_buffers(sources, pending, given, parameters, n_ahead, eps, backend):
+    s, R, K, A = sources[0], len(parameters[0]), len(sources), int(parameters[3] is not None)
+    N, d = s.shape
+    work = torch.float64 if s.dtype == torch.float64 else torch.float32
+    shapes = [(N, R, K), (N, K)] if backend == "reference" else [(N, K, R + A + 1), (N, R)]
+    return [*(torch.empty_like(s) for _ in range(R + int(pending is not None) + A)), *[s.new_empty(N, dtype=work)] * A,
+            *(s.new_empty(shape, dtype=work) for shape in (*shapes, (N, R), (R + A, d)))]
+
+
+@torch.library.custom_op("depth_route::read_backward", mutates_args=())
+def read_backward_op(sources: List[Tensor], running: List[Optional[Tensor]], needed: List[bool], dmix: List[Tensor],
+                     dopened: List[Tensor], parameters: List[Optional[Tensor]], state: List[Tensor], n_ahead: int,
+                     given: bool, backend: str) -> List[Tensor]:
+    """Gradients of the five parameters, of given, then of the sources, each source's gradient from later reads
+    (`running`) included; an empty tensor stands for one that is absent or not needed. dopened: the gradients of the
+    opened mixture and log-sum-exp and the log-sum-exp itself, or nothing."""
+    backward = fused_read_backward if backend == "fused" else reference_read_backward
+    return backward(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend)
+
+
+@read_backward_op.register_fake
+def backward_buffers(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend):
+    def like(x):
+        return dmix[0].new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return [*(like(x) for x in (*parameters, state[1][:, 0] if given else None)),
+            *(like(s if want else None) for s, want in zip(sources, needed))]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The reference: what a student reads, and what the kernels are held to
+
+
+def chunks(N: int, numbers_a_row: int, device) -> int:
+    """Rows to take at a time: on a CPU as many as keep a chunk's fp32 numbers in the cores' caches, elsewhere all."""
+    return N if device.type != "cpu" else min(N, 512, max(16, 600_000 // numbers_a_row // 16 * 16))
+
+
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1)
+    return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def reference_read(sources, pending, given, parameters, n_ahead, eps, backend):
+    queries, key_gain, out_gain = parameters[:3]
+    count_traffic(sources, [sources[0]] * len(queries))
+    with torch.autocast(sources[0].device.type, enabled=False):
+        (N, d), K, R = sources[0].shape, len(sources), len(queries)
+        out = read_buffers(sources, pending, given, parameters, n_ahead, eps, backend)
+        mixtures, (scores, rms, rstd, w) = out[:R], out[R:]
+        torch.mul(queries.to(w), key_gain.to(w), out=w)
+        gain, eps = None if out_gain is None else out_gain.to(w), w.new_full((), eps)
+        step = chunks(N, K * d, w.device)
+        numbers, h = w.new_empty(K * step * d), w.new_empty(step, 1, d)
+        a = 0
+        for *s_in, in zip(*(x.split(step) for x in sources)):
+            n = len(s_in[0])
+            b = a + n
+            s = numbers[:K * n * d].view(K, n, d)  # the sources of these rows, fp32
+            for x, y in zip(s.unbind(0), s_in):
+                x.copy_(y)
+            inv = inverse_rms(s, eps)  # [K, n]
+            rms[a:b] = inv.t()
+            for r in range(R):  # each query on its own: its numbers must not depend on who shares the pass
+                e = scores[a:b, r].copy_(torch.mv(s.view(K * n, d), w[r]).view(K, n).mul_(inv).t())
+                alpha = e.softmax(-1)
+                y = torch.bmm(alpha[:, None], s.transpose(0, 1), out=h[:n]).view(n, d)
+                if gain is not None:
+                    y.mul_(rstd[a:b, r].copy_(inverse_rms(y, eps))[:, None]).mul_(gain)
+                mixtures[r][a:b].copy_(y)
+            a = b
+        return out
+
+
+def reference_read_backward(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend):
+    out = backward_buffers(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend)
+    count_traffic([*sources, *dmix, *running], [g for g in out[6:] if g.numel()])
+    (queries, key_gain, out_gain), (scores, rms, rstd, w) = parameters[:3], state
+    with torch.autocast(w.device.type, enabled=False):
+        (N, d), K, R, some = sources[0].shape, len(sources), len(queries), any(needed)
+        gain = None if out_gain is None else out_gain.to(w)
+        dw, dgain = torch.zeros_like(w), w.new_zeros(d)
+        step = chunks(N, (K + 2 * R) * d // 2, w.device)
+        numbers, sums = w.new_empty((K + 2 * R) * step * d), w.new_empty(step, K, d)
+        h, dyh, ones = w.new_empty(step, 1, d), w.new_empty(step, d), w.new_ones(step)
+
+        alphas = scores.softmax(-1)  # [N, R, K]
+        pull = scores * (rms * rms / d)[:, None]
+        # a source's gradient is a sum over sources, mixtures' gradients and keys: mix[n, k] holds its coefficients
+        mix = w.new_zeros(N, K, K + 2 * R)
+        mix[:, :, K:K + R] = alphas.transpose(1, 2)
+        own = mix[:, :, :K].diagonal(dim1=1, dim2=2)
+        for a in range(0, N, step):
+            b = min(a + step, N)
+            n = b - a
+            all = numbers[:(K + 2 * R) * n * d].view(K + 2 * R, n, d)
+            s, dh, by_row = all[:K], all[K:K + R], all.transpose(0, 1)
+            for x, y in zip(all.unbind(0), (*sources, *dmix)):
+                x.copy_(y[a:b])
+            alpha = alphas[a:b]
+            for r in range(R if gain is not None else 0):  # through the norm: y = gain * h / rms(h)
+                inv = rstd[a:b, r, None]
+                y = torch.bmm(alpha[:, r:r + 1], by_row[:, :K], out=h[:n]).view(n, d).mul_(inv)
+                torch.mul(dh[r], y, out=dyh[:n])
+                dgain.addmv_(dyh[:n].t(), ones[:n])
+                along = torch.mv(dyh[:n], gain / d)
+                dh[r].mul_(gain).addcmul_(y, along[:, None], value=-1).mul_(inv)
+            dalpha = torch.bmm(by_row[:, K:K + R], by_row[:, :K].transpose(1, 2))  # [n, R, K]
+            mean = (alpha * dalpha).sum(-1, keepdim=True)
+            de = alpha * (dalpha - mean)
+            dekey = de * rms[a:b, None]
+            dw.addmm_(dekey.permute(1, 2, 0).reshape(R, K * n), s.view(K * n, d))
+            if some:
+                all[K + R:] = w[:, None]
+                own[a:b] = (de * pull[a:b]).sum(1).neg_()
+                mix[a:b, :, K + R:] = dekey.transpose(1, 2)
+                ds = sums[:n]
+                for x, y in zip(ds.unbind(1), running):
+                    x.zero_() if y is None else x.copy_(y[a:b])
+                ds.baddbmm_(mix[a:b], by_row)
+                for x, y, want in zip(ds.unbind(1), out[6:], needed):
+                    if want:
+                        y[a:b].copy_(x)
+        out[0].copy_(dw * key_gain)
+        out[1].copy_((dw * queries).sum(0))
+        if gain is not None:
+            out[2].copy_(dgain)
+        return out
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Counting: what the passes read and write
+
+traffic: list | None = None  # while counting, the elements that each pass reads and writes
+
+
+def count_traffic(reads, writes) -> None:
+    if traffic is not None:
+        traffic.append(sum(x.numel() for x in (*reads, *writes) if x is not None))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Launches
+
+
+class Tile(NamedTuple):
+    """What a program holds at a time: ROWS whole rows of BLOCK columns."""
+    ROWS: int
+    BLOCK: int
+    num_warps: int
+
+
+PROGRAMS_PER_SM = 4  # in a backward: as many as the registers hold at once, for each adds to what is summed after
+# fused multiply-add, whose default is about to change; every register, since with fewer some kernels would spill
+OPTIONS = {"enable_fp_fusion": True, "maxnreg": 255}
+
+
+def tile_for(d: int, numbers: int, num_warps: int) -> Tile:
+    """The tile for width d with `numbers` of a row's columns a thread, on at least `num_warps` warps."""
+    BLOCK = max(32, 1 << (d - 1).bit_length())
+    num_warps = max(num_warps, BLOCK // (32 * numbers))
+    return Tile(min(16, 32 * numbers * num_warps // BLOCK), BLOCK, num_warps)
+
+
+def forward_tile(d: int) -> Tile:
+    """By width alone: a query's bits must not depend on how many share its pass, nor a run's on what a tuner timed."""
+    return tile_for(d, 32, 1)
+
+
+def backward_tile(d: int, K: int, Q: int) -> Tile:
+    """Leaner with more columns a thread, but four queries' sums, or 64 pointers, would then not fit the registers."""
+    return tile_for(d, 16, 2) if Q < 4 and K <= 8 else tile_for(d, 8, 4)
+
+
+def programs(N: int, tile: Tile, device) -> int:
+    """How many programs share a backward's rows: fixed per device, as the last bits of sums over rows depend on it."""
+    cuda = device.type == "cuda"
+    most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 3
+    return max(1, min(most, -(-N // tile.ROWS)))
+
+
+def launch(kernel, count, device, *args, **constants):
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(max(1, count),)](*args, **constants, **OPTIONS)
+
+
+def padded(tensors, filler):
+    """Pointers of K sources, filled up to 8 or 64 of them: two kernels per R, however many sources."""
+    filled = [filler if t is None else t for t in tensors]
+    return (*filled, *[filler] * ((8 if len(filled) <= 8 else MAX_SOURCES) - len(filled)))
+
+
+def fused_read(sources, pending, given, parameters, n_ahead, eps, backend):
+    out = read_buffers(sources, pending, given, parameters, n_ahead, eps, backend)
+    parameters = [p if p is None else p.contiguous() for p in parameters]
+    (N, d), K, R, device = sources[0].shape, len(sources), len(parameters[0]), sources[0].device
+    P, A, norm = int(pending is not None), int(parameters[3] is not None), int(parameters[2] is not None)
+    src, tile = padded([*sources[:K - P], *out[R:R + P]], sources[0]), forward_tile(d)
+    opened = out[R + P:R + P + 2] if A else (None, None)
+    launch(read_kernel, -(-N // tile.ROWS), device, src, sources[-1] if P else None, pending, given, *parameters,
+           tuple(out[:R]), *opened, *out[-4:], N, K, n_ahead, eps, d=d, R=R, AHEAD=A, PENDING=P,
+           GIVEN=int(given is not None), NORM=norm, KP=len(src), WIDTH=triton.next_power_of_2(len(src) * (R + A + 1)),
+           **tile._asdict())
+    count_traffic([*sources, pending], [*out[:R + P], opened[0]])
+    return out
+
+
+def fused_read_backward(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend):
+    out = backward_buffers(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend)
+    *dparameters, dgiven = (g if g.numel() else None for g in out[:6])
+    ds = [g if want else None for g, want in zip(out[6:], needed)]
+    (N, d), K, R, device = sources[0].shape, len(sources), len(parameters[0]), sources[0].device
+    A, norm = len(dopened) // 3, int(parameters[2] is not None)
+    if not A:  # what was opened and never closed has no gradient
+        for g in out[3:5]:
+            g.zero_()
+        parameters, dparameters = [*parameters[:3], None, None], [*dparameters[:3], None, None]
+    tile, src, (scores, lse, rstd, keys) = backward_tile(d, K, R + A), padded(sources, sources[0]), state
+    P = programs(N, tile, device)
+    parts = torch.empty(P, R + A + 1, d, device=device)
+    has_running, wanted = (sum(1 << i for i, g in enumerate(gs) if g is not None) for gs in (running, ds))
+    launch(read_backward_kernel, P, device, src, padded(running, sources[0]), padded(ds, sources[0]), tuple(dmix),
+           *(dopened or (None,) * 3), dgiven, keys, parameters[2], scores, lse, rstd, parts, N, K, n_ahead,
+           has_running, wanted, d=d, R=R, AHEAD=A, STORED=scores.shape[2], GIVEN=int(given), NORM=norm, KP=len(src),
+           **tile._asdict())
+    parameters = [p if p is None else p.contiguous() for p in parameters]
+    launch(finish_kernel, -(-d // 64), device, parts, *parameters[:2], *parameters[3:], *dparameters, P,
+           d=d, R=R, AHEAD=A, NORM=norm, BLOCK=64, num_warps=4)
+    count_traffic([*sources, *dmix, *dopened[:1], *running], ds)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Kernels. A program holds whole rows [ROWS, BLOCK] in registers, in fp32 from the moment they are loaded
+
+if triton is not None:
+    STAGES = tl.constexpr(3)  # sources in flight: loading the next ones overlaps the arithmetic on this one
+
+    @triton.jit
+    def pick(pointers, i, KP: tl.constexpr):
+        """The i-th of KP pointers, i known only at run time: unrolling over sources instead compiles for minutes."""
+        chosen = pointers[0]
+        for k in tl.static_range(1, KP):
+            chosen = tl.where(i == k, pointers[k], chosen)
+        return chosen
+
+    @triton.jit
+    def load(pointer, at, mask):
+        return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def mix(src, state, norm, row, inside, at, live, K, n_ahead, R: tl.constexpr, Q: tl.constexpr,
+            STORED: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+        """The mixtures of Q queries out of their stored scores; query R sees the first n_ahead sources only."""
+        h = ()
+        for q in tl.static_range(Q):
+            h = h + (tl.zeros([ROWS, BLOCK], tl.float32),)
+        for i in tl.range(0, K, num_stages=STAGES):
+            s = load(pick(src, i, KP), at, live)
+            new = ()
+            for q in tl.static_range(Q):
+                alpha = tl.exp(load(state, (row * K + i) * STORED + q, inside) - norm[q])
+                if q == R:
+                    alpha = tl.where(i < n_ahead, alpha, 0.0)
+                new = new + (h[q] + alpha[:, None] * s,)
+            h = new
+        return h
+
+    @triton.jit(do_not_specialize=["N", "K", "n_ahead"])
+    def read_kernel(src, old, pending, given, queries, key_gain, out_gain, ahead, ahead_gain, mixtures, opened,
+                    opened_lse, state, lse, rstd, keys, N, K, n_ahead, eps,
+                    d: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr, PENDING: tl.constexpr, GIVEN: tl.constexpr,
+                    NORM: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr):
+        Q: tl.constexpr = R + AHEAD  # scored here: R queries to be closed, then the one only opened
+        slot = tl.arange(0, WIDTH)[None, :]
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # offsets pass 2^31 elements
+        col = tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)  # as wide as a row: loads need no shuffle
+        inside, within, at = row < N, col < d, row[:, None] * d + col
+        live = inside[:, None] & within
+        w, top, total = (), (), ()
+        for q in tl.static_range(Q):
+            query = load(queries + q * d if q < R else ahead, col, within)
+            w = w + (query * load(key_gain if q < R else ahead_gain, col, within),)
+            tl.store(keys + q * d + col, w[q], mask=(row[:, None] == 0) & within)  # once, for the backward
+            top = top + (tl.full([ROWS], float("-inf"), tl.float32),)
+            total = total + (tl.zeros([ROWS], tl.float32),)
+
+        # scores, with each softmax's running maximum and sum
+        kept = tl.zeros([ROWS, WIDTH], tl.float32)
+        for i in tl.range(0, K, num_stages=STAGES):
+            known = row < (tl.where(i == K - 1, 0, N) if PENDING else N)
+            s = load(pick(src, i, KP), at, known[:, None] & within)
+            if PENDING:
+                if i == K - 1:  # the addition that the last write left to this pass, rounded as torch rounds it
+                    fresh = pick(src, i, KP)
+                    s = (load(old, at, live) + load(pending, at, live)).to(fresh.dtype.element_ty)
+                    tl.store(fresh + at, s, mask=live)
+                    s = s.to(tl.float32)
+            inv = tl.rsqrt(tl.sum(s * s, axis=1) / d + eps)
+            if GIVEN:  # source 0 is an opened mixture: it comes with its score, which no key takes part in
+                inv = tl.where(i == 0, 0.0, inv)
+            kept = tl.where(slot == i * (Q + 1) + Q, inv[:, None], kept)
+            new_top, new_total = (), ()
+            for q in tl.static_range(Q):
+                e = tl.sum(s * w[q], axis=1) * inv
+                if GIVEN:
+                    e += load(given, row, row < tl.where(i == 0, N, 0))
+                kept = tl.where(slot == i * (Q + 1) + q, e[:, None], kept)
+                if q == R:
+                    e = tl.where(i < n_ahead, e, float("-inf"))
+                m = tl.maximum(top[q], e)
+                new_top = new_top + (m,)
+                new_total = new_total + (total[q] * tl.exp(top[q] - m) + tl.exp(e - m),)
+            top, total = new_top, new_total
+        tl.store(state + row[:, None] * (K * (Q + 1)) + slot, kept, mask=inside[:, None] & (slot < K * (Q + 1)))
+        norm = ()
+        for q in tl.static_range(Q):
+            norm = norm + (top[q] + tl.log(total[q]),)
+            tl.store(lse + row * R + q if q < R else opened_lse + row, norm[q], mask=inside)
+
+        tl.debug_barrier()  # what follows reads the scores back, and the sources out of the cache
+        h = mix(src, state, norm, row, inside, at, live, K, n_ahead, R, Q, Q + 1, KP, ROWS, BLOCK)
+        if AHEAD:
+            tl.store(opened + at, h[R].to(opened.dtype.element_ty), mask=live)
+        for q in tl.static_range(R):
+            y = h[q]
+            if NORM:
+                inv = tl.rsqrt(tl.sum(y * y, axis=1) / d + eps)
+                tl.store(rstd + row * R + q, inv, mask=inside)
+                y = y * inv[:, None] * load(out_gain, col, within)
+            tl.store(mixtures[q] + at, y.to(mixtures[q].dtype.element_ty), mask=live)
+
+    @triton.jit(do_not_specialize=["N", "K", "n_ahead", "has_running", "wanted"])
+    def read_backward_kernel(src, running, dsrc, dmix, dopened, dlse, opened_lse, dgiven, keys, out_gain, state, lse,
+                             rstd, parts, N, K, n_ahead, has_running, wanted,
+                             d: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr, STORED: tl.constexpr,
+                             GIVEN: tl.constexpr, NORM: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+                             BLOCK: tl.constexpr):
+        Q: tl.constexpr = R + AHEAD
+        program = tl.program_id(0)
+        col = tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+        within = col < d
+        w, dw, dgain = (), (), tl.zeros([ROWS, BLOCK], tl.float32)
+        for q in tl.static_range(Q):
+            w = w + (load(keys + q * d, col, within),)
+            dw = dw + (tl.zeros([ROWS, BLOCK], tl.float32),)
+        for tile in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
+            row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            inside, at = row < N, row[:, None] * d + col
+            live = inside[:, None] & within
+            norm = ()
+            for q in tl.static_range(Q):
+                norm = norm + (load(lse + q if q < R else opened_lse, row * (R if q < R else 1), inside),)
+
+            # the mixtures again; then the gradient of each, and the weighted mean over sources of <dh, source>
+            h = mix(src, state, norm, row, inside, at, live, K, n_ahead, R, Q, STORED, KP, ROWS, BLOCK)
+            dh, mean = (), ()
+            for q in tl.static_range(Q):
+                g = load(dmix[q] if q < R else dopened, at, live)
+                if NORM and q < R:
+                    rms = load(rstd, row * R + q, inside)[:, None]
+                    dgain += g * h[q] * rms
+                    g *= load(out_gain, col, within)
+                    g = rms * (g - h[q] * (tl.sum(g * h[q], axis=1)[:, None] * rms * rms / d))
+                dh = dh + (g,)
+                mean = mean + (tl.sum(g * h[q], axis=1),)
+
+            for i in tl.range(0, K, num_stages=STAGES):
+                run, want = row < N * ((has_running >> i) & 1), row < N * ((wanted >> i) & 1)
+                s = load(pick(src, i, KP), at, live)
+                ds = load(pick(running, i, KP), at, run[:, None] & within)
+                inv = load(state, (row * K + i) * STORED + STORED - 1, inside)
+                pull = tl.zeros([ROWS], tl.float32)
+                new = ()
+                for q in tl.static_range(Q):
+                    e = load(state, (row * K + i) * STORED + q, inside)
+                    alpha = tl.exp(e - norm[q])
+                    if q == R:
+                        alpha = tl.where(i < n_ahead, alpha, 0.0)
+                    de = alpha * (tl.sum(dh[q] * s, axis=1) - mean[q])
+                    de = tl.where((K if q < R else n_ahead) == 1, 0.0, de)  # exactly: a single source's weight is 1
+                    if q == R:
+                        de += alpha * load(dlse, row, inside)
+                    if GIVEN:
+                        tl.store(dgiven + row, de, mask=row < tl.where(i == 0, N, 0))
+                    de *= inv
+                    pull += de * e
+                    new = new + (dw[q] + de[:, None] * s,)
+                    ds += alpha[:, None] * dh[q]
+                    ds += de[:, None] * w[q]
+                dw = new
+                ds -= (pull * inv / d)[:, None] * s
+                to = pick(dsrc, i, KP)
+                tl.store(to + at, ds.to(to.dtype.element_ty), mask=want[:, None] & within)
+        out = parts + program * (Q + 1) * d + tl.arange(0, BLOCK)  # this program's share of the sums over rows
+        for q in tl.static_range(Q):
+            tl.store(out + q * d, tl.sum(dw[q], axis=0), mask=tl.arange(0, BLOCK) < d)
+        tl.store(out + Q * d, tl.sum(dgain, axis=0), mask=tl.arange(0, BLOCK) < d)
+
+    @triton.jit(do_not_specialize=["P"])
+    def finish_kernel(parts, queries, key_gain, ahead, ahead_gain, dqueries, dkey, dgain, dahead, dahead_gain, P,
+                      d: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
+        """The P programs' shares summed in their order: gradients of queries and gains."""
+        col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        within = col < d
+        gain, key, sums = load(key_gain, col, within), tl.zeros([BLOCK], tl.float32), ()
+        for q in tl.static_range(R + AHEAD + 1):
+            total = tl.zeros([32, BLOCK], tl.float32)
+            for p in range(0, P, 32):
+                share = p + tl.arange(0, 32)[:, None]
+                total += load(parts, (share * (R + AHEAD + 1) + q) * d + col[None, :], (share < P) & within[None, :])
+            sums = sums + (tl.sum(total, axis=0),)
+        for q in tl.static_range(R):
+            key += sums[q] * load(queries, q * d + col, within)
+            tl.store(dqueries + q * d + col, (sums[q] * gain).to(dqueries.dtype.element_ty), mask=within)
+        tl.store(dkey + col, key.to(dkey.dtype.element_ty), mask=within)
+        if AHEAD:
+            query = sums[R] * load(ahead_gain, col, within)
+            tl.store(dahead + col, query.to(dahead.dtype.element_ty), mask=within)
+            key = sums[R] * load(ahead, col, within)
+            tl.store(dahead_gain + col, key.to(dahead_gain.dtype.element_ty), mask=within)
+        if NORM:
+            tl.store(dgain + col, sums[R + AHEAD].to(dgain.dtype.element_ty), mask=within)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# python route_kernel.py
+
+
+def written_route(sources, queries, key_gain, out_gain, eps=1e-6):
+    """The read as its equations stand, under autograd: in float64, what everything above is checked against."""
+    scores = [(s @ (queries * key_gain).t()) * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps) for s in sources]
+    alpha = torch.stack(scores).softmax(0)  # [K, N, R]
+    mixtures = [sum(a[..., r, None] * s for a, s in zip(alpha, sources)) for r in range(len(queries))]
+    return tuple(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * out_gain for h in mixtures)
+
+
+def example(N, d, K, R, dtype, device, seed=0):
+    """One read's [queries, key_gain, out_gain, *sources], and upstream gradients of its mixtures."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(R, d), (d,), (d,), *[(N, d)] * K, *[(N, d)] * R]
+    drawn = [torch.randn(shape, generator=g) for shape in shapes]
+    drawn[0] *= d ** -0.5
+    drawn = [x.to(device, torch.float32 if i < 3 else dtype).requires_grad_(i < 3 + K) for i, x in enumerate(drawn)]
+    return drawn[:3 + K], drawn[3 + K:]
+
+
+def differences(backend, N, d, K, R, dtype, device):
+    """Relative errors against float64 autograd: the worst of the mixtures, and of the gradients."""
+    inputs, up = example(N, d, K, R, dtype, device)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, want = route(inputs[3:], *inputs[:3], backend=backend), written_route(exact[3:], *exact[:3])
+    grads, wanted = torch.autograd.grad(out, inputs, up), torch.autograd.grad(want, exact, [u.double() for u in up])
+
+    def worst(got, want):
+        return max(((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1)).item() for a, b in zip(got, want))
+
+    return worst(out, want), worst(grads, wanted)
+
+
+def check_numbers(shapes, dtypes, device) -> bool:
+    print("\nrelative error against float64: mixtures, worst gradient\n"
+          "width  K  R    dtype    fused             reference")
+    good = True
+    for N, d, K, R in shapes:
+        for dtype in dtypes:
+            fused, plain = (differences(b, N, d, K, R, dtype, device) for b in ("fused", "reference"))
+            # in fp32 a bound; in bf16 one final rounding (relative 2^-9) more than the reference has
+            fine = max(fused) < 1e-5 if dtype == torch.float32 else all(f < p + 2 ** -9 for f, p in zip(fused, plain))
+            good &= fine
+            print(f"{d:5} {K:2} {R:2} {str(dtype)[6:]:>8}", *(f"  {a:.1e} {b:.1e}" for a, b in (fused, plain)),
+                  "" if fine else "  <- too far", flush=True)
+    return good
+
+
+def count_passes(layers: int, R: int, block_layers: int = 4, backend: str = "fused") -> float:
+    """Units ([N, d] read or written) per layer of one forward and backward through Depth, counted as they happen: the
+    tensors of every launch, and every [N, d] addition that autograd or anything else makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    global traffic
+    N, d = 5, 16
+
+    class Additions(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and out.numel() == N * d:
+                traffic.append(3 * N * d)
+            return out
+
+    x, gain = torch.randn(N, d, requires_grad=True), torch.ones(d, requires_grad=True)
+    queries = [torch.zeros(r, d, requires_grad=True) for _ in range(layers) for r in (R, 1)] + [torch.zeros(1, d)]
+    traffic = []
+    try:
+        with Additions():
+            depth = Depth(x, backend)
+            for i in range(layers):
+                if i % block_layers == 0:
+                    depth.finish_block()
+                mixtures = depth.read(queries[2 * i], gain, gain, ahead=(queries[2 * i + 1], gain))
+                depth.write(torch.stack(mixtures).prod(0))  # stands for attention: adds no [N, d] tensors
+                (h,) = depth.read(queries[2 * i + 1], gain, gain)
+                depth.write(h * 2)
+            depth.finish_block()
+            (y,) = depth.read(queries[-1], gain, gain, last=True)
+            y.backward(torch.ones_like(y))
+        return sum(traffic) / (N * d) / layers
+    finally:
+        traffic = None
+
+
+def show_passes() -> bool:
+    print("\n[N, d] tensors read and written per layer, forward + backward, norms, additions and output read included")
+    good = True
+    for scale, layers, most in (("S", 16, 35), ("M", 24, 39)):
+        rd, block = count_passes(layers, 2), count_passes(layers, 1)
+        # two additions (3), two norms (2 forward, 3 backward), two additions of gradients (3); then the last norm
+        plain = 2 * (3 + 2 + 3 + 3) + 5 / layers
+        good &= rd <= most
+        print(f"{scale}: rd {rd:.1f} (at most {most}), block {block:.1f}, plain {plain:.1f}; "
+              f"rd / block {rd / block:.3f}")
+    return good
+
+
+def compile_ahead(kernel, capability, constants, num_warps):
+    """Compile a kernel for a GPU that is not here, with the pointers that the launches pass."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    KP, R = constants["KP"], constants["R"]
+    wide = {"src": KP, "running": KP, "dsrc": KP, "mixtures": R, "dmix": R, "old": 0, "pending": 0, "opened": 0,
+            "dopened": 0}
+    kinds = {"N": "i32", "K": "i32", "n_ahead": "i32", "has_running": "i64", "wanted": "i64", "eps": "fp32"}
+    absent = set() if constants["AHEAD"] else {"opened", "opened_lse", "ahead", "ahead_gain", "dopened", "dlse"}
+    absent |= set() if constants["GIVEN"] else {"given", "dgiven"}
+    signature, values, aligned = {}, {**dict.fromkeys(absent), **constants}, {}
+    for i, name in enumerate(kernel.arg_names):
+        count, kind = wide.get(name, 0), kinds.get(name, "*bf16" if name in wide else "*fp32")
+        signature[name] = "constexpr" if name in values else (kind,) * count if count else kind
+        if name not in values and kind[0] == "*":
+            aligned.update({at: [["tt.divisibility", 16]] for at in [(i, j) for j in range(count)] or [(i,)]})
+    values = {name: value for name, value in values.items() if name in signature}
+    return triton.compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", capability, 32),
+                          options={"num_warps": num_warps, **OPTIONS})
+
+
+def resources(compiled, tile, K=4) -> tuple:
+    """Registers, spilled bytes, shared bytes, global loads of 16, of 4 and of other bytes, warp instructions a row."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        usage, sass = (subprocess.run([tool, what, f.name], capture_output=True, text=True, check=True).stdout
+                       for what in ("-res-usage", "-sass"))
+    found = {name: int(re.search(name + r":(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")}
+    ptx = compiled.asm["ptx"]
+    loads = [{"v4.b32": 16, "v2.b64": 16, "b32": 4}.get(kind, 0) for kind in re.findall(r"ld\.global\.(\S+)", ptx)]
+    loads += [int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], 0x(\w+)", ptx)]
+    code = [(int(a, 16), op) for a, op in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
+    jumps = [(int(m[1], 16), a) for a, op in code if (m := re.search(r"BRA.*?(0x[0-9a-f]+)", op))]
+    loops = {(to, a) for to, a in jumps if to < a}
+    inner = [(a, b) for a, b in loops if not any(a <= x and y <= b and (a, b) != (x, y) for x, y in loops)]
+    outer = list(loops.difference(inner)) or [(0, code[-1][0])]  # over rows (all of the forward); inner: over sources
+    run = [K if any(x <= a <= y for x, y in inner) else any(x <= a <= y for x, y in outer) for a, _ in code]
+    return (found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, loads.count(16), loads.count(4),
+            len(loads) - loads.count(16) - loads.count(4), sum(run) * tile.num_warps // tile.ROWS)
+
+
+def show_resources(capabilities=(80, 90, 120), widths=(576, 832, 2048)) -> bool:
+    print("\ncompiled ahead, bf16: global loads by bytes (4: a scalar of a token), warp instructions a row at K = 4\n"
+          " GPU width  kernel             registers spilled shared  16 B  4 B other instructions")
+    good = True
+    for capability in capabilities:
+        for d in widths:
+            for R, A, G in ((1, 1, 0), (2, 1, 0), (3, 1, 0), (1, 0, 1)):
+                flags = {"d": d, "R": R, "AHEAD": A, "GIVEN": G, "NORM": 1, "KP": 8}
+                forward = {"PENDING": 1, "WIDTH": triton.next_power_of_2(8 * (R + A + 1))}, forward_tile(d)
+                backward = {"STORED": R + A + 1}, backward_tile(d, 8, R + A)
+                for kernel, (more, tile) in ((read_kernel, forward), (read_backward_kernel, backward)):
+                    constants = {**flags, **more, "ROWS": tile.ROWS, "BLOCK": tile.BLOCK}
+                    r = resources(compile_ahead(kernel, capability, constants, tile.num_warps), tile)
+                    good &= r[1] == 0 and r[5] == 0
+                    name = "closing read" if G else f"read, R = {R}"
+                    name += ", back" if kernel is read_backward_kernel else ""
+                    print(f"{capability / 10:4} {d:5}  {name:<18} {r[0]:9} {r[1]:7} {r[2]:6} {r[3]:5} {r[4]:4}",
+                          f"{r[5]:5} {r[6]:12,}", "" if r[1] == r[5] == 0 else "<- spills, narrow loads", flush=True)
+    return good
+
+
+def timed(calls, repeats=5) -> float:
+    """Seconds a call, running through `calls` (each on memory of its own) in turn; the median of `repeats` rounds."""
+    seconds = []
+    for _ in range(repeats + 1):  # the first round warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(seconds[1:])[repeats // 2]
+
+
+def show_times(rows: int, working_set: int = 512 * 2 ** 20, device="cuda", widths=(576, 832), most=7) -> None:
+    """Reads of S and M shape against a device copy, each over `working_set` bytes, so that no cache serves twice."""
+    print(f"\n{torch.cuda.get_device_name()}: {rows:,} rows, bf16, norm fused, gradients running; GB/s of what a read "
+          "has to move\nwidth  K  R  pass           us    GB/s  of copy  torch.compile of the written form, us")
+    compiled = torch.compile(lambda sources, *parameters: [
+        h.bfloat16() for h in written_route([s.float() for s in sources], *parameters)], dynamic=False)
+    for d in widths:
+        unit = rows * d * 2
+        sets = range(max(2, working_set // (2 * unit) + 1))
+        pairs = [[torch.zeros(rows, d, device=device, dtype=torch.bfloat16) for _ in range(2)] for _ in sets]
+        copy = 2 * unit / timed([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
+        print(f"{d:5}        copy   {2 * unit / copy * 1e6:9.1f} {copy / 1e9:7,.0f}")
+        del pairs
+        for K, R in ((K, R) for K in range(2, most + 1) for R in (1, 2)):
+            calls = {name: [] for name in ("forward", "backward", "compiled forward", "compiled backward")}
+            for seed in range(max(2, working_set // ((3 * K + 2 * R) * unit) + 1)):
+                inputs, up = example(rows, d, K, R, torch.bfloat16, device, seed)
+                parameters, sources = inputs[:3], inputs[3:]
+                run = [torch.zeros_like(s) for s in sources]
+                for prefix, call in (("", lambda s=sources, p=parameters: read(s, *p, 1e-6, "fused")),
+                                     ("compiled ", lambda s=sources, p=parameters: compiled(s, *p))):
+                    out, up_all = call(), up
+                    if not prefix:
+                        out, up_all = (*out.mixtures, *out.sources), (*up, *run)
+                    calls[prefix + "forward"].append(call)
+                    calls[prefix + "backward"].append(lambda out=out, x=inputs, up=up_all: torch.autograd.grad(
+                        out, x, up, retain_graph=True))
+            for name, units in (("forward", K + R), ("backward", 3 * K + R)):
+                fused, plain = timed(calls[name]), timed(calls["compiled " + name])
+                speed = units * unit / fused
+                print(f"{d:5} {K:2} {R:2}  {name:8} {fused * 1e6:8.1f} {speed / 1e9:7,.0f} {speed / copy:8.0%} "
+                      f"{plain * 1e6:8.1f}", flush=True)
+
+
+@dataclasses.dataclass
+class Flags:
+    rows: int = flag(8192, "token rows of the timed reads (8192: a micro-batch of 8 x 1,024)")
+    interpreted: bool = flag(False, "only what Triton's interpreter can do; needs TRITON_INTERPRET=1")
+
+
+def main(argv) -> int:
+    flags = parse_flags(Flags, argv, __doc__)
+    cuda = torch.cuda.is_available() and not flags.interpreted
+    if triton is None:
+        raise BadInput("triton is not installed, so there is no kernel to check: " + choose_backend("auto", "cpu")[1])
+    if flags.interpreted and not INTERPRETED:
+        raise BadInput("--interpreted needs TRITON_INTERPRET=1 in the environment")
+    if cuda:
+        backend, why = choose_backend("auto", "cuda")
+        print(f"{backend}: {why}; a backward's rows are shared by {PROGRAMS_PER_SM} programs a multiprocessor")
+        shapes = [(4096, d, K, R) for d in (576, 832) for K in (1, 2, 5, 7) for R in (1, 2, 3)]
+        good = check_numbers(shapes, (torch.float32, torch.bfloat16), "cuda")
+        good &= show_passes()
+        show_times(flags.rows)
+    elif INTERPRETED:
+        shapes = [(5, d, K, R) for d in (576, 832) for K in (1, 2, 5, 9) for R in (1, 2, 3)]
+        good = check_numbers(shapes, (torch.float32,), "cpu")
+        good &= show_passes()
+    else:
+        print("no CUDA GPU here: the kernels run in Triton's interpreter and are compiled for GPUs that are elsewhere")
+        interpreter = {**os.environ, "TRITON_INTERPRET": "1"}
+        good = subprocess.run([sys.executable, __file__, "--interpreted"], env=interpreter).returncode == 0
+        good &= show_resources()
+    if not good:
+        raise Failed("a check failed: it is marked above, or a count is over its bound")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
