@@ -10,6 +10,7 @@ The same command again continues an unfinished run and skips a finished one. `-h
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import fnmatch
@@ -352,6 +353,15 @@ def accumulate(model, batches, count: int, device: torch.device, autocast) -> to
             loss.backward()
         total += loss.detach()
     return total
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse the pages of freed tensors instead of giving them back: faulting in fresh ones for every large
+    tensor took 6% of an S step on a CPU, in any arm."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
 
 def compile_layers(model: GPT, backend: str = "inductor") -> None:
@@ -1023,6 +1033,8 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
 def main(argv: list[str]) -> int:
     members: list[Flags] = parse_flags(Flags, argv, __doc__, lists=True)
     device = evaluation.pick_device(members[0].device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if os.environ.get("RD_BENCH_WORKER"):
         bench_worker(members[0], device)
         return 0
