@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model import GPT, GPTConfig, find_arm
+from model import GPT, GPTConfig, Routes, find_arm
 from prepare import (BadInput, Failed, Progress, atomic_file, did_you_mean, flag, open_data, parse_flags, read_json,
                      run_script, write_json)
 from route_kernel import Depth, choose_backend, route
@@ -52,7 +52,7 @@ def js_pair(model: GPT) -> tuple[int, int] | None:
     """Which of an attention's reads the JS divergence compares: those that feed K and V, or Q and K where K and V
     share one. None for an arm with one read. `average` feeds all three from its mean: its two reads are compared."""
     arm = find_arm(model.config.arch)
-    if len(arm.reads) < 2:
+    if len(arm.reads) < 2 or not issubclass(arm.depth, Depth):  # or weights that are no distributions
         return None
     q, k, v = model.layers[0].feeds
     return (0, 1) if arm.combine else (k, v) if k != v else (q, k)
@@ -61,6 +61,8 @@ def js_pair(model: GPT) -> tuple[int, int] | None:
 def source_count(c: GPTConfig, i: int) -> int:
     """Sources of read i, counted as in `record`: attention and MLP of each layer, then the output's."""
     l, mlp = divmod(i, 2)
+    if find_arm(c.arch).sources == "full":
+        return i + 1
     return 1 + l // c.block_layers + (mlp or l % c.block_layers > 0) if l < c.n_layer else 1 - -c.n_layer // c.block_layers
 
 
@@ -104,7 +106,7 @@ def evaluate(model: GPT, data, split: str, windows: int, batch: int, device: tor
                 continue
             ids = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in index]).astype(np.int64))
             x, y = ids[:, :-1].to(device), ids[:, 1:].to(device)
-            record = [] if pair or observe and model.routed else None
+            record = [] if pair or observe and model.recorded() else None
             with autocast():
                 token_nll = model.token_nll(x, y, record)
             nll[index] = token_nll.double().mean(1).cpu()
@@ -300,6 +302,7 @@ class RouteReport:
 
     def __init__(self, case: Case):
         self.c, self.pair, self.n, self.sums, self.js = case.model.config, js_pair(case.model), 0, {}, {}
+        self.arm, self.rows = case.model.arm, case.model.recorded()
         self.stride = -(-case.windows * self.c.context // 2 ** 20)  # a million tokens are enough for deciles
 
     def __call__(self, token_nll: torch.Tensor, record: list[torch.Tensor]) -> None:
@@ -315,14 +318,16 @@ class RouteReport:
     def result(self, measured: dict) -> dict:
         """`reads`: for each its layer, mean weights and their sd [K] over tokens, entropy and its sd in nats, and whether its
         last source is a block still being summed; `js`: for each layer mean, sd, deciles. `measured`: of evaluate."""
-        reads, js, names = [], [], find_arm(self.c.arch).reads
+        reads, js, names = [], [], self.arm.reads
+        routes = issubclass(self.arm.depth, Depth)  # others' weights are no distributions: they have no entropy
         for i, sums in self.sums.items():
-            l, last = i // 2, i == 2 * self.c.n_layer
-            (w, w2, e, e2), K = (s / self.n for s in sums), source_count(self.c, i)
+            l, rows = self.rows[i]
+            w, w2, e, e2 = (s / self.n for s in sums)
             w_sd, e_sd = ((x2 - x.square()).clamp_min(0).sqrt().tolist() for x, x2 in ((w, w2), (e, e2)))
-            reads += [dict(layer=l, read=name, running=not last and K > 1 + l // self.c.block_layers, weights=w[r].tolist(),
-                           weights_sd=w_sd[r], entropy=e[r].item(), entropy_sd=e_sd[r])
-                      for r, name in enumerate(("out",) if last else ("mlp",) if i % 2 else names)]
+            running = routes and self.arm.sources == "block" and l < self.c.n_layer and w.shape[1] > 1 + l // self.c.block_layers
+            reads += [dict(layer=l, read=name, running=running, weights=w[r].tolist(), weights_sd=w_sd[r],
+                           entropy=e[r].item() if routes else None, entropy_sd=e_sd[r] if routes else None)
+                      for r, name in enumerate(rows)]
         for l, parts in self.js.items():
             x = np.concatenate(parts).astype(np.float64)
             js.append(dict(layer=l, mean=measured["js"][l], sd=x.std(), **{f"q{q}": np.percentile(x, q) for q in (10, 50, 90)},
@@ -335,8 +340,8 @@ def report_text(report: dict) -> str:
     for r in report["reads"]:
         cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(r["weights"], r["weights_sd"])]
         cells[-1] += "*" * r["running"]
-        rows.append([r["layer"], r["read"], *cells, *[""] * (K - len(cells)), f"{r['entropy']:.3f} ± {r['entropy_sd']:.3f}",
-                     f"{math.log(len(cells)):.3f}"])
+        rows.append([r["layer"], r["read"], *cells, *[""] * (K - len(cells)), *(["-"] * 2 if r["entropy"] is None else
+                     [f"{r['entropy']:.3f} ± {r['entropy_sd']:.3f}", f"{math.log(len(cells)):.3f}"])])
     text = "\nDepth weights, mean ± sd over tokens (source 0 the embedding, source k block k, * the block being summed):\n\n" \
         + table(["layer", "read", *(f"source {k}" for k in range(K)), "entropy", "at most"], rows)
     if report["js"]:
@@ -349,11 +354,11 @@ def report_text(report: dict) -> str:
 def draw_report(path: Path, report: dict) -> None:
     """Depth heat maps of the attention's reads side by side, and the JS profile."""
     reads, js = [r for r in report["reads"] if r["read"] not in ("mlp", "out")], report["js"]
-    names, layers = list(dict.fromkeys(r["read"] for r in reads)), list(dict.fromkeys(r["layer"] for r in reads))
+    names, layers = list(dict.fromkeys(r["read"] for r in reads))[:8], list(dict.fromkeys(r["layer"] for r in reads))
     K, n = max(len(r["weights"]) for r in reads), len(names) + bool(js)
     with figure(path, ncols=n, figsize=(1 + n * (1 + 0.4 * K), 1.4 + 0.24 * max(len(layers), 6)), sharey=True) as (fig, axes):
         for ax, name in zip(axes, names):
-            grid = np.full((len(layers), K), np.nan)
+            grid = np.full((max(layers) + 1, K), np.nan)
             for r in (r for r in reads if r["read"] == name):
                 for k, x in enumerate(r["weights"]):
                     grid[r["layer"], k] = x
@@ -379,7 +384,7 @@ def draw_report(path: Path, report: dict) -> None:
 # Interventions
 
 
-class Altered(Depth):
+class Altered(Routes):
     """A depth memory some of whose reads are altered. `changes`: by number of the read, counted as in `record`, and by row
     of its queries, the query [d] to use instead, or the index of the only source to read."""
 
@@ -420,7 +425,8 @@ def parse_layers(text: str | None, n_layer: int) -> list[int]:
 def plan(model: GPT, text: str, layers: list[int]) -> dict[int, dict[int, torch.Tensor | int]]:
     """The changes (see Altered) that the intervention `text` makes in `layers`; none where a read would only get its own
     query. Raises BadInput for what is no intervention, or not one of this arm."""
-    c, reads, pair, state = model.config, find_arm(model.config.arch).reads, js_pair(model), model.state_dict()
+    c, pair, state = model.config, js_pair(model), model.state_dict()
+    reads = model.arm.reads if model.arm.depth is Routes else ()  # what it alters is the routes' own
     read, _, source = text.partition(":")
     kinds = dict(source=r"source-?\d+", layer=r"layer\d+", uniform="uniform", run="run=.+")
     kind = next((k for k, pattern in kinds.items() if re.fullmatch(pattern, source)), None)
@@ -581,7 +587,7 @@ def evaluate_run(case: Case) -> dict:
     f, n, T = case.flags, case.windows, case.config["context"]
     layers = parse_layers(f.layers, case.model.config.n_layer)  # what is wrong is said before the work
     wanted = {text: plan(case.model, text, layers) for text in f.intervene.split(",")} if f.intervene else {}
-    report, position = RouteReport(case) if f.report and case.model.routed else None, torch.zeros(T, dtype=torch.float64)
+    report, position = RouteReport(case) if f.report and case.model.recorded() else None, torch.zeros(T, dtype=torch.float64)
 
     def observe(token_nll, record):
         position.add_(token_nll.sum(0, dtype=torch.float64).cpu())

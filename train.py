@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 import eval as evaluation
-from model import ARMS, GPT, SCALES, GPTConfig, Read
+from model import ARMS, GPT, SCALES, GPTConfig, find_arm
 from prepare import (BadInput, Failed, atomic_file, flag, human_time, open_data, parse_flags, read_json, run_script,
                      sha256_of, to_json, write_json)
 from route_kernel import choose_backend
@@ -108,6 +108,7 @@ class Flags:
     benchmark: bool = flag(False, "time the arms on random tokens, interleaved, and write nothing")
     rounds: int = flag(7, "rounds of a benchmark")
     dry_run: bool = flag(False, "print what would run: parameters, FLOPs, memory, disk, time; train nothing")
+    together = ()  # not a flag: the arms of the whole command
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -195,6 +196,16 @@ NAMED = dict(data="data", max_steps="steps", stop_steps="stop", batch_size="batc
              residual_dtype="residual", backend="backend")
 
 
+def sweep_backend(f: Flags, device: torch.device) -> tuple[str, str]:
+    """(backend, reason): with auto, one that this machine and every arm of the command has, so that arms differ in
+    nothing else."""
+    backend, reason = choose_backend(f.backend, device)
+    slow = [arch for arch in (f.arch, *Flags.together) if not find_arm(arch).fused]
+    if f.backend == "auto" and backend == "fused" and slow:
+        return "reference", f"{slow[0]} has no fused path" + ("" if slow[0] == f.arch else ", and one backend serves the sweep")
+    return backend, reason
+
+
 def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
     """Every setting of a run, as config.json holds it (contract: flat). Raises BadInput naming all that is wrong."""
     proto, problems = PROTOCOL[f.scale], []
@@ -206,7 +217,7 @@ def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
         c[name] = pick(name)
     shape = {k: getattr(f, k) for k in ("context", "n_layer", "n_embd", "n_head", "block_layers") if getattr(f, k) is not None}
     try:
-        gpt = GPTConfig.from_scale(f.scale, f.arch, **shape)
+        gpt = GPTConfig.from_scale(f.scale, f.arch, backend=f.backend, **shape)
         c.update({k: getattr(gpt, k) for k in ("n_layer", "n_embd", "n_head", "block_layers", "context", "mlp_ratio")})
     except BadInput as e:
         problems += str(e).splitlines()
@@ -251,7 +262,7 @@ def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
     c["ranks"], c["device"] = ranks, device.type
     c["device_name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     c["dtype"], c["dtype_reason"] = evaluation.pick_dtype(f.dtype, device)
-    c["backend"], c["backend_reason"] = choose_backend(f.backend, device)
+    c["backend"], c["backend_reason"] = sweep_backend(f, device)
     # the name: scale, arm, seed, and every setting that is not the scale's default
     asked = {**{k: getattr(f, k) for k in NAMED if hasattr(f, k)}, **{k: c[k] for k in ("max_steps", "stop_steps")}}
     usual = dict(data=None, stop_steps=None, dtype="auto", backend="auto", max_steps=math.ceil(proto["max_tokens"] / (proto["batch_size"]
@@ -654,7 +665,7 @@ def describe(c: dict, f: Flags, model: GPT, data, windows: int, enough: bool) ->
     groups = [f"{g['kind']} {sum(p.numel() for p in g['params']):,} in {len(g['params'])} tensors (decay {g['weight_decay']:g})"
               for g in model.param_groups(c["lr"], c["weight_decay"], c["route_lr_mult"])]
     return [
-        f"run         {c['name']}: {ARMS[c['arch'].split(':')[0]].idea}",
+        f"run         {c['name']}: {find_arm(c['arch']).idea}",
         f"parameters  {n['total']:,}, of them {n['routing']:,} in routes" + (f", {n['frozen']:,} frozen" if n["frozen"] else "")
         + (f" (not the paper's count: vocabulary {c['vocab_size']:,} instead of {usual['vocab_size']:,})"
            if c["scale"] in ("S", "M") and same_shape and c["vocab_size"] != usual["vocab_size"] else ""),
@@ -1032,6 +1043,7 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
 
 def main(argv: list[str]) -> int:
     members: list[Flags] = parse_flags(Flags, argv, __doc__, lists=True)
+    Flags.together = tuple(m.arch for m in members)
     device = evaluation.pick_device(members[0].device)
     if device.type == "cpu":
         keep_freed_memory()
