@@ -45,6 +45,7 @@ from prepare import BadInput, Failed, open_data, parse_flags
 from route_kernel import Depth, choose_backend, route
 
 ROOT = Path(__file__).resolve().parent
+torch.set_num_threads(1)  # the shapes are tiny: a second thread would wait for the first
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -1259,6 +1260,567 @@ def test_route_without_triton_or_gpu_is_said(monkeypatch):
         choose_backend("fused", "cuda")
     backend, why = choose_backend("auto", "cuda")
     assert backend == "reference" and "triton is not installed" in why
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Preparing data
+
+
+PREP_SCRIPT = Path(prepare.__file__).resolve()
+PREP_BINS = ("train.bin", "val.bin", "test.bin", "tokenizer.json", "meta.json")
+PREP_HOSTILE = [
+    "plain words, it's don't we'll I'VE 's't're x's", "  two  spaces\n\n\n and\ttabs \r\n end  ", " ", "\n",
+    "\t\n ", "a", "'", "''s",
+    "<|eos|> <|endoftext|> <|pad|><|unk|> </s> <eos>", "héllo 😀 世界 \u0000 nul \ufeff bom \u202e rtl \U0010ffff",
+    "e\u0301 vs é",
+    "a\r\nb\rc\x0b\x0c\x1c\x1d\x1e\x1f\x85\u2028\u2029\u3000x", "½ cup ² ③ Ⅷ ٣ १२ x²y",
+    "x" * 5000, "ab " * 3000, "\n" * 3000 + "z",
+    "\u200b\u200d\u2060\u00ad\u180e a\u00a0b", "\U0001fae8 \U00031350 \u0897 \U0001ccd6 new code points",
+    "ſ K 'ſ 'S", "ﬁ ǅ ª º ʰ ⅓",
+    "cat cat\0 cat\0\0 cat catdog", "a  \u2028\n b \u2028  \u2029 c",
+    " ".join(f"prefixed{a}{b}" for a in "abcdefgh" for b in "stuvwxyz"),
+]
+
+
+def prep_write(path, texts, kind=pa.string(), rows=40):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, kind), "n": range(len(texts))}), path, row_group_size=rows)
+
+
+def prep_texts(n, seed=0):
+    """Deterministic prose of a few thousand characters a document, with rare words and foreign letters."""
+    random = np.random.default_rng(seed)
+    words = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(1, 9))) for _ in range(3000)]
+    words += ["Ünïcode", "naïve", "don't", "1984", "…", "—", "世界"]
+    return [" ".join(words[int(i)] for i in random.zipf(1.3, 60 + k % 300) % len(words)) + f" {seed}.{k}"
+            for k in range(n)]
+
+
+def prep_run(*flags, **kw):
+    return subprocess.run([sys.executable, PREP_SCRIPT, *map(str, flags)], capture_output=True, text=True,
+                          timeout=120, **kw)
+
+
+def prep_make(source, out, *flags):
+    prepare.main([f"--source={source}", f"--out={out}", "--vocab_size=500", *flags])
+    return Path(out)
+
+
+def prep_refused(source, out, *flags):
+    with pytest.raises((prepare.BadInput, prepare.Failed)) as e:
+        prep_make(source, out, *flags)
+    assert "\n" not in str(e.value) and not (Path(out) / "meta.json").exists()
+    return str(e.value)
+
+
+def prep_documents(folder, split):
+    """The split's documents, decoded from its bin."""
+    data = prepare.open_data(folder, prepare.SPLITS)
+    tokenizer, ids = data.tokenizer(), np.array(data.tokens(split))
+    ends = np.flatnonzero(ids == data.eos_id)
+    assert len(ids) == 0 or ends[-1] == len(ids) - 1
+    return [tokenizer.decode(d[:-1].tolist(), skip_special_tokens=False) for d in np.split(ids, ends + 1)[:-1]]
+
+
+def prep_split(text, salt="rd-attnres", val=0.005, test=0.005):
+    """An independent statement of method.md, section 4, in whole numbers."""
+    h = int(hashlib.blake2b(text.encode(), digest_size=8, salt=salt.encode()).hexdigest(), 16)
+    return "train" if h < round((1 - val - test) * 2**64) else "val" if h < round((1 - test) * 2**64) else "test"
+
+
+def prep_same(a, b):
+    return all((Path(a) / name).read_bytes() == (Path(b) / name).read_bytes() for name in PREP_BINS)
+
+
+@pytest.fixture(scope="module")
+def prep_corpus(tmp_path_factory):
+    """Three files, 900 documents; two of the files in a subfolder. And the folder made of them by one process."""
+    root = tmp_path_factory.mktemp("prep")
+    texts = [prep_texts(300, seed) for seed in range(3)]
+    texts[1][5] = texts[0][7]  # a duplicate
+    for k, name in enumerate(("a.parquet", "b/c.parquet", "b/d.parquet")):
+        prep_write(root / "source" / name, texts[k])
+    made = prep_make(root / "source", root / "made", "--workers=1", "--val_fraction=0.1", "--test_fraction=0.1")
+    return root / "source", made, sum(texts, [])
+
+
+def test_prepare_splits_and_round_trip(prep_corpus):
+    source, made, texts = prep_corpus
+    meta = prepare.open_data(made, prepare.SPLITS).meta
+    for split in prepare.SPLITS:
+        expected = [t for t in texts if prep_split(t, val=0.1, test=0.1) == split]
+        assert prep_documents(made, split) == expected
+        assert meta["splits"][split]["documents"] == len(expected) > 50
+        assert meta["splits"][split]["bytes"] == sum(len(t.encode()) for t in expected)
+        assert meta["splits"][split]["sha256"] == hashlib.sha256((made / f"{split}.bin").read_bytes()).hexdigest()
+        assert meta["splits"][split]["tokens"] * 2 == (made / f"{split}.bin").stat().st_size
+    assert meta["vocab_size"] == 500 and meta["eos_id"] == 3 and meta["salt"] == "rd-attnres"
+
+
+def test_prepare_split_fractions():
+    counts = np.bincount([prepare.split_of(b"document %d" % i, "rd-attnres", 0.005, 0.005) for i in range(100_000)])
+    assert abs(counts[1] - 500) < 70 and abs(counts[2] - 500) < 70  # three standard deviations
+    sample = sum(prepare.in_sample(b"document %d" % i, "rd-attnres", 1 / 20) for i in range(100_000))
+    assert abs(sample - 5000) < 210
+    assert [prepare.split_of(t.encode(), "s", 0.3, 0.3) for t in PREP_HOSTILE] == [
+        prepare.SPLITS.index(prep_split(t, "s", 0.3, 0.3)) for t in PREP_HOSTILE]
+
+
+def test_prepare_bytes_do_not_depend_on_workers_or_hash_seed(prep_corpus, tmp_path, monkeypatch):
+    source, made, _ = prep_corpus
+    flags = ["--vocab_size=500", "--val_fraction=0.1", "--test_fraction=0.1"]
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import prepare; prepare.BATCH_BYTES = 9000; "
+            "prepare.WORKER_BYTES = 1; prepare.main(sys.argv[2:])")
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        script = tmp_path / "run.py"  # spawn imports the main script again: it must be a file with a guard
+        script.write_text(f"if __name__ == '__main__':\n    {code}\n")
+        run = subprocess.run([sys.executable, script, PREP_SCRIPT.parent, f"--source={source}", f"--out={out}",
+                              f"--workers={workers}", *flags], capture_output=True, text=True, timeout=120,
+                             env={**os.environ, "PYTHONHASHSEED": str(workers), "RAYON_NUM_THREADS": str(workers)})
+        assert run.returncode == 0, run.stderr
+        assert prep_same(out, made)
+
+
+def test_prepare_tokenizer_does_not_depend_on_order():
+    texts = prep_texts(100)
+    assert prepare.train_tokenizer(texts, 600) == prepare.train_tokenizer(texts[::-1], 600)
+
+
+def test_prepare_hostile_documents_come_back(tmp_path):
+    texts = PREP_HOSTILE + prep_texts(100)
+    prep_write(tmp_path / "h.parquet", texts[:50] + [None, "", None] + texts[50:])
+    made = prep_make(tmp_path / "h.parquet", tmp_path / "made", "--val_fraction=0", "--test_fraction=0")
+    assert prep_documents(made, "train") == texts
+    assert prepare.read_json(made / "meta.json")["report"]["skipped"] == {"null": 2, "empty": 1, "not UTF-8": 0}
+    data = prepare.open_data(made, prepare.SPLITS)
+    ids = np.array(data.tokens("train"))
+    assert data.tokens("val").shape == (0,) and data.tokens("train").dtype == np.uint16
+    assert not np.isin(ids, [0, 1, 2]).any() and (ids == 3).sum() == len(texts)  # no text became a control id
+    assert data.token_bytes()[ids].sum() == sum(len(t.encode()) for t in texts)
+
+
+def test_prepare_encoder_equals_the_tokenizer(tmp_path, monkeypatch):
+    texts = PREP_HOSTILE[::-1] + prep_texts(50, 9) + ["".join(PREP_HOSTILE)] + [f"é{t} {t}" for t in PREP_HOSTILE]
+    random = np.random.default_rng(0)
+    pieces = [" ", "  ", "\n", "'s", "'", "a", "B", "7", "é", "½", ".",
+              "\u3000", "\u0301", "😀", "\x1c", "世", "\u0897"]
+    texts += ["".join(random.choice(pieces, 40)) for _ in range(500)]
+    (tmp_path / "t.json").write_text(prepare.train_tokenizer(prep_texts(200), 700), encoding="utf-8")
+    plain = prepare.load_tokenizer(tmp_path / "t.json")
+    expected = [plain.encode(text, add_special_tokens=False).ids for text in texts]
+    for memo, bits in ((prepare.MEMO, prepare.SLOT_BITS), (0, prepare.SLOT_BITS), (prepare.MEMO, 5)):
+        monkeypatch.setattr(prepare, "MEMO", memo)  # 0: empty before each call
+        monkeypatch.setattr(prepare, "SLOT_BITS", bits)  # 5: a table of 32 words, so that most find no place in it
+        encoder = prepare.Encoder(tmp_path / "t.json", 3, "", 0.0, 0.0)
+        assert encoder.fast
+        for _ in range(2):  # cold and warm
+            for text, ids in zip(texts, expected):
+                (train, _, _), *_ = encoder([text.encode()])
+                assert np.frombuffer(train, "<u2").tolist() == [*ids, 3], text
+        whole = np.frombuffer(encoder([t.encode() for t in texts])[0][0], "<u2").tolist()
+        assert whole == [i for ids in expected for i in (*ids, 3)]
+        assert all(len(word) <= prepare.LONG for word in encoder.others)
+
+
+def test_prepare_encoder_and_every_code_point(tmp_path):
+    """All code points among spaces, letters and digits; those of PLAIN one by one; and random neighbours."""
+    (tmp_path / "t.json").write_text(prepare.train_tokenizer(prep_texts(50), 600), encoding="utf-8")
+    encoder = prepare.Encoder(tmp_path / "t.json", 3, "", 0.0, 0.0)
+    points = [chr(c) for c in [*range(0xD800), *range(0xE000, 0x1FC00), *range(0x1FC00, 0x110000, 91)]]
+    plain = [chr(c) for c in [*range(256), *range(0x2010, 0x2030)]]
+    common = {*map(chr, [*range(9, 14), *range(32, 127), *range(0xC0, 0x100), *range(0x2010, 0x2028)])}  # cut in full
+    texts = ["".join(f"x {c} y{c}{c} 1{c}" for c in points[i:i + 100]) for i in range(0, len(points), 100)]
+    texts += [f"a{c}b {c}{c} 1{c} '{c}s  {c} a{c}\n  {c}" for c in plain]
+    random = np.random.default_rng(0)
+    texts += ["".join(random.choice(list(" \n'aé1½.") + pool, 60))
+              for pool in (plain[1::3], points[::1500]) for _ in range(500)]
+
+    def split(text):
+        return [text[a:b] for _, (a, b) in encoder.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    for text in texts + PREP_HOSTILE + [f"ǆ{t}" for t in PREP_HOSTILE]:
+        data = text.encode() + b"\xff"
+        starts = encoder.cut(np.frombuffer(data, np.uint8)).tolist()
+        pieces = [data[a:b].decode() for a, b in zip(starts, starts[1:])]
+        # the tokenizer may cut a piece further, and must then find the words that it finds in the whole text
+        assert [word for piece in pieces for word in split(piece)] == split(text), ascii(text)
+        if set(text) <= common:
+            assert pieces == split(text), ascii(text)
+
+
+def test_prepare_other_tokenizers_take_the_slow_road(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    made = Tokenizer.from_str(prepare.train_tokenizer(prep_texts(50), 600))
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    made.enable_truncation(5)
+    made.save(str(tmp_path / "a.json"))
+    made.add_tokens(["zq qz"])
+    made.save(str(tmp_path / "b.json"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.save(str(tmp_path / "c.json"))
+    for name, fast in (("a", True), ("b", False), ("c", False)):
+        encoder = prepare.Encoder(tmp_path / f"{name}.json", 3, "", 0.0, 0.0)
+        assert encoder.fast == fast
+        plain = prepare.load_tokenizer(tmp_path / f"{name}.json")
+        for text in ["one zq qz two", *PREP_HOSTILE]:
+            (train, _, _), *_ = encoder([text.encode()])
+            assert np.frombuffer(train, "<u2")[:-1].tolist() == plain.encode(text, add_special_tokens=False).ids
+    prep_write(tmp_path / "s.parquet", ["one zq qz two <|endoftext|>"] * 3)
+    flag = f"--tokenizer={tmp_path / 'b.json'}"
+    made = prep_make(tmp_path / "s.parquet", tmp_path / "out", flag, "--vocab_size=602")
+    assert prepare.open_data(made).token_bytes()[np.array(prepare.open_data(made).tokens("train"))].sum() == 3 * 27
+    big = Tokenizer(models.BPE(vocab={"a": 0, "<|eos|>": 65536}, merges=[]))
+    big.pre_tokenizer = pre_tokenizers.ByteLevel()
+    big.save(str(tmp_path / "big.json"))
+    with pytest.raises(prepare.BadInput, match="65,537"):
+        prepare.main([f"--source={tmp_path}", f"--out={tmp_path / 'no'}", f"--tokenizer={tmp_path / 'big.json'}"])
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("phase", ["tokenizer", "encoding", "joining", "meta"])
+def test_prepare_continues_after_a_kill(prep_corpus, tmp_path, phase):
+    """SIGKILL in each phase; the next run keeps what was committed and ends with the undisturbed run's bytes."""
+    source, made, _ = prep_corpus
+    out, script = tmp_path / "out", tmp_path / "run.py"
+    script.write_text(f"""if __name__ == "__main__":
+    import os, signal, sys
+    sys.path.insert(0, {str(PREP_SCRIPT.parent)!r})
+    import prepare
+    prepare.BATCH_BYTES, commits = 3000, 0
+    def die(*a, **k):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def die_later(*a):
+        global commits
+        commits += 1
+        die() if commits == 40 else None
+        return add(*a)
+    add = prepare.Shard.add
+    if {phase == "tokenizer"}: prepare.train_tokenizer = die
+    if {phase == "encoding"}: prepare.Shard.add = lambda *a: die_later(*a)
+    replace, to_json = os.replace, prepare.to_json
+    if {phase == "joining"}: os.replace = lambda a, b: die() if str(a).endswith("val.bin") else replace(a, b)
+    if {phase == "meta"}: prepare.to_json = lambda v, indent=None: die() if "splits" in v else to_json(v, indent)
+    prepare.main(sys.argv[1:])
+""")
+    flags = [f"--source={source}", f"--out={out}", "--vocab_size=500", "--val_fraction=0.1", "--test_fraction=0.1"]
+    run = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, timeout=120)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    with pytest.raises(prepare.BadInput, match="not finished"):
+        prepare.open_data(out)
+    kept = [json.loads(p.read_text()) for p in (out / ".work").glob("0*.json")]
+    again = prep_run(*flags)
+    assert again.returncode == 0, again.stderr
+    if phase != "tokenizer":
+        assert "continuing" in again.stderr
+    assert prep_same(out, made) and not (out / ".work").exists()
+    if phase in ("joining", "meta"):
+        assert all(state["done"] for state in kept)
+
+
+def test_prepare_uncommitted_bytes_are_cut_off(tmp_path):
+    shard = prepare.Shard(tmp_path, 0)
+    with shard:
+        shard.add([b"ab", b"", b"cd"], [1, 0, 1], [5, 0, 6], [0, 0, 0])
+        shard.commit(2, False)
+        shard.add([b"efgh", b"", b""], [1, 0, 0], [5, 0, 0], [0, 0, 0])
+    again = prepare.Shard(tmp_path, 0)
+    assert again.state["rows"] == 2 and again.state["tokens"] == [1, 0, 1] and shard.bins[0].stat().st_size == 6
+    with again:
+        again.add([b"xy", b"", b""], [1, 0, 0], [5, 0, 0], [0, 0, 0])
+        again.commit(3, True)
+    assert [p.read_bytes() for p in again.bins] == [b"abxy", b"", b"cd"]
+    again.bins[0].write_bytes(b"a")
+    with pytest.raises(prepare.BadInput, match="shorter than its journal"):
+        prepare.Shard(tmp_path, 0).__enter__()
+
+
+def test_prepare_dead_worker_and_ctrl_c_leave_no_process(tmp_path):
+    """A killed worker is one line; Ctrl-C ends the workers; a killed parent takes its workers along."""
+    prep_write(tmp_path / "s.parquet", prep_texts(2000))
+    script = tmp_path / "run.py"
+    script.write_text(f"""import sys, time
+sys.path.insert(0, {str(PREP_SCRIPT.parent)!r})
+import prepare
+prepare.BATCH_BYTES, prepare.WORKER_BYTES = 3000, 1
+call = prepare.Encoder.__call__
+prepare.Encoder.__call__ = lambda self, documents: (time.sleep(0.1), call(self, documents))[1]
+if __name__ == "__main__":
+    prepare.run_script(prepare.main)
+""")
+
+    def children(pid):
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    for act, code in (("worker", 1), ("ctrl-c", 130), ("parent", -9)):
+        flags = [f"--source={tmp_path / 's.parquet'}", f"--out={tmp_path / act}", "--vocab_size=500", "--workers=2"]
+        run = subprocess.Popen([sys.executable, script, *flags], stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+        deadline = time.monotonic() + 30
+        while len(workers := children(run.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.8)  # into the work
+        if act == "worker":
+            os.kill(workers[0], signal.SIGKILL)
+        elif act == "ctrl-c":
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            run.kill()
+        stderr = run.communicate(timeout=30)[1]
+        assert run.returncode == code, stderr
+        assert "Traceback" not in stderr and ("worker process died" in stderr) == (act == "worker")
+        deadline = time.monotonic() + 5
+        while any(Path(f"/proc/{w}").exists() for w in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{w}").exists() for w in workers)
+
+
+def test_prepare_says_it_is_finished_and_refuses_other_settings(prep_corpus, tmp_path, capsys):
+    source, made, _ = prep_corpus
+    folder = shutil.copytree(made, tmp_path / "made")
+    flags = ["--val_fraction=0.1", "--test_fraction=0.1"]
+    prep_make(source, folder, *flags)
+    assert "finished already" in capsys.readouterr().out
+    with pytest.raises(prepare.BadInput, match="salt is 'rd-attnres' there and 'other' here.*--overwrite"):
+        prep_make(source, folder, *flags, "--salt=other")
+    copy = shutil.copytree(source, tmp_path / "source")
+    prep_write(copy / "b" / "d.parquet", prep_texts(300, 5))
+    with pytest.raises(prepare.BadInput, match="source file b/d.parquet was changed"):
+        prep_make(copy, folder, *flags)
+    assert prepare.open_data(folder).fingerprint == prepare.open_data(made).fingerprint
+    prep_make(copy, folder, *flags, "--overwrite")
+    assert prepare.open_data(folder).fingerprint != prepare.open_data(made).fingerprint
+    (folder / "meta.json").unlink()
+    with pytest.raises(prepare.BadInput, match="bins without a meta.json"):
+        prep_make(source, folder, *flags)
+
+
+@pytest.mark.parametrize("name, line", [
+    ("no_rows", "no document"), ("wrong_column", "'text' is not there.*content"),
+    ("int_column", "holds int64, not text"),
+    ("truncated", "cut off or damaged"), ("second_bad", "2.parquet is cut off or damaged"), ("zero_bytes", "is empty"),
+    ("lfs", "Git LFS pointer"), ("incomplete", "no parquet file"), ("no_files", "no parquet file"),
+    ("not_parquet", "not a parquet file"), ("flipped", "is damaged after row"), ("missing", "no such file or folder"),
+])
+def test_prepare_bad_sources(tmp_path, name, line):
+    folder, texts = tmp_path / name, prep_texts(200)
+    folder.mkdir()
+    prep_write(folder / "1.parquet", texts)
+    good = (folder / "1.parquet").read_bytes()
+    if name == "no_rows":
+        prep_write(folder / "1.parquet", [])
+    if name == "wrong_column":
+        pq.write_table(pa.table({"content": texts}), folder / "1.parquet")
+    if name == "int_column":
+        pq.write_table(pa.table({"text": range(9)}), folder / "1.parquet")
+    if name == "truncated":
+        (folder / "1.parquet").write_bytes(good[:len(good) // 2])
+    if name == "second_bad":
+        (folder / "2.parquet").write_bytes(good[:len(good) // 2])
+    if name == "zero_bytes":
+        (folder / "1.parquet").write_bytes(b"")
+    if name == "lfs":
+        (folder / "1.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 21\n")
+    if name == "incomplete":
+        (folder / "1.parquet").rename(folder / "1.parquet.incomplete")
+    if name == "no_files":
+        (folder / "1.parquet").unlink()
+    if name == "not_parquet":
+        (folder / "1.parquet").write_text("{'text': 'a'}\n")
+    if name == "flipped":  # a page whose checksum no longer holds
+        pq.write_table(pa.table({"text": texts}), folder / "1.parquet", write_page_checksum=True, compression="none",
+                       use_dictionary=False)
+        data = bytearray((folder / "1.parquet").read_bytes())
+        data[len(data) // 3] ^= 1
+        (folder / "1.parquet").write_bytes(data)
+    if name == "missing":
+        folder = tmp_path / "nowhere"
+    assert re.search(line, prep_refused(folder, tmp_path / "out"))
+
+
+def test_prepare_skips_what_is_not_utf8_and_reads_binary_and_dictionary_columns(tmp_path):
+    texts = prep_texts(50)
+    raw = [t.encode() for t in texts] + [b"bad \xff", b"\xed\xa0\x80 surrogate"]
+    prep_write(tmp_path / "b.parquet", raw, pa.binary())
+    offsets = pa.array([0, 3, 6], pa.int32()).buffers()[1]
+    bad = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"ab\xffok.")])
+    pq.write_table(pa.table({"text": bad}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"text": pa.array(["ok.", "ok.", "x", None]).dictionary_encode()}), tmp_path / "d.parquet")
+    made = prep_make(tmp_path, tmp_path / "out", "--val_fraction=0", "--test_fraction=0")
+    assert prep_documents(made, "train") == texts + ["ok.", "ok.", "ok.", "x"]
+    assert prepare.read_json(made / "meta.json")["report"]["skipped"] == {"null": 1, "empty": 0, "not UTF-8": 3}
+
+
+@pytest.mark.parametrize("flags, line", [
+    (["--vocab_size=65537"], "65,537"), (["--vocab_size=100"], "vocabulary of 100"),
+    (["--vocab_size=0"], "at least 1"),
+    (["--salt=" + "x" * 17], "longer than 16 bytes"),
+    (["--val_fraction=0.6", "--test_fraction=0.4"], "together below 1"),
+    (["--workers=0"], "--workers must be at least 1"),
+    (["--tokenizer=/nowhere.json"], "cannot be read as a tokenizer"),
+    (["--worker=2"], "did you mean --workers"), (["--source=/nowhere"], "no such file"),
+    (["--source=dmeo"], "did you mean demo"),
+])
+def test_prepare_bad_flags(tmp_path, flags, line):
+    run = prep_run("--source=demo", f"--out={tmp_path / 'out'}", *flags)
+    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+    assert line in run.stderr and run.stdout == ""
+
+
+def test_prepare_full_disk(prep_corpus, tmp_path, monkeypatch, capsys):
+    """Too little space is said beforehand; a disk that fills up later is one line, exit code 2, and a later start."""
+    source, made, _ = prep_corpus
+    flags = [f"--source={source}", f"--out={tmp_path / 'out'}", "--vocab_size=500", "--val_fraction=0.1",
+             "--test_fraction=0.1"]
+    with monkeypatch.context() as m:
+        m.setattr(prepare.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+        with pytest.raises(prepare.BadInput, match="GB are free"):
+            prepare.main(flags)
+    for limit in (3_000, 60_000):  # bytes a file may have: in the tokenizer, in a bin
+        run = prep_run(*flags, preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+                                                   resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))))
+        assert run.returncode == 2 and "free some space, then run the same command again" in run.stderr, run.stderr
+        assert "Traceback" not in run.stderr and not (tmp_path / "out" / "meta.json").exists()
+    assert prep_run(*flags).returncode == 0
+    assert prep_same(tmp_path / "out", made)
+
+
+def test_open_data_refuses_what_is_not_whole(prep_corpus, tmp_path):
+    _, made, _ = prep_corpus
+    folder = shutil.copytree(made, tmp_path / "demo")
+    prepare.open_data(folder, prepare.SPLITS)
+
+    def refused(pattern):
+        with pytest.raises(prepare.BadInput, match=pattern) as e:
+            prepare.open_data(folder, prepare.SPLITS)
+        assert "python prepare.py --source=demo --out=" in str(e.value)
+    data = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(data[:-1])
+    refused("train.bin holds .* bytes where meta.json says")
+    (folder / "train.bin").write_bytes(data[:-2] + b"zz")
+    refused("train.bin is not the file that meta.json describes")
+    (folder / "train.bin").write_bytes(b"")
+    refused("train.bin holds 0 bytes")
+    (folder / "train.bin").unlink()
+    refused("train.bin is missing")
+    (folder / "train.bin").write_bytes(data)
+    prepare.open_data(folder)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer + " ")
+    refused("tokenizer.json is not the file")
+    (folder / "tokenizer.json").write_text(tokenizer)
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["fingerprint"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    refused("lacks 'fingerprint'")
+    (folder / "meta.json").unlink()
+    refused("has no meta.json")
+    shutil.rmtree(folder)
+    refused("does not exist")
+
+
+def test_open_data_reads_a_file_again_only_when_it_changed(prep_corpus, tmp_path, monkeypatch):
+    folder = shutil.copytree(prep_corpus[1], tmp_path / "made")
+    (folder / ".verified.json").unlink(missing_ok=True)
+    read, hashed = [], prepare.sha256_of
+    monkeypatch.setattr(prepare, "sha256_of", lambda path: (read.append(Path(path).name), hashed(path))[1])
+    prepare.open_data(folder)
+    prepare.open_data(folder)
+    assert sorted(read) == ["tokenizer.json", "train.bin", "val.bin"]
+    os.utime(folder / "val.bin")
+    prepare.open_data(folder)
+    assert read[3:] == ["val.bin"]
+
+
+@contextlib.contextmanager
+def prep_hub(files, shas=None, cut=(), fail=0):
+    """A stand-in for the Hub: its listing of a folder, and files with ranges; the first request for a name in `cut`
+    breaks off in the middle, the first `fail` requests are answered 503. Yields (its address, requests so far)."""
+    log, cut, left = [], set(cut), [fail]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            log.append((self.path, self.headers.get("Range")))
+            name, status, body = self.path.split("/")[-1].split("?")[0], 200, b""
+            if left[0] > 0:
+                left[0] -= 1
+                status = 503
+            elif "/tree/" in self.path:
+                body = json.dumps([{
+                    "type": "file", "path": f"sample/10BT/{n}", "size": len(d), "oid": "0" * 40,
+                    "lfs": {"oid": (shas or {}).get(n) or hashlib.sha256(d).hexdigest(), "size": len(d),
+                            "pointerSize": 1}} for n, d in files.items()]).encode()
+            elif name in files:
+                start = int((self.headers.get("Range") or "bytes=0-")[6:].rstrip("-"))
+                status, body = 206 if start else 200, files[name][start:]
+            else:
+                status = 404
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if name in cut:
+                cut.discard(name)
+                self.wfile.write(body[:len(body) // 2])
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+            else:
+                self.wfile.write(body)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", log
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_prepare_from_the_hub(tmp_path):
+    files, texts = {}, [prep_texts(150, seed) for seed in range(3)]
+    for k in range(3):
+        prep_write(tmp_path / "parquet" / "sample" / "10BT" / f"{k:03}.parquet", texts[k])
+        files[f"{k:03}.parquet"] = (tmp_path / "parquet" / "sample" / "10BT" / f"{k:03}.parquet").read_bytes()
+    expected = prep_make(tmp_path / "parquet", tmp_path / "local")
+
+    def run(out, hub, *flags):
+        env = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        env.pop("HF_HUB_OFFLINE", None)
+        return prep_run(f"--out={tmp_path / out}", "--vocab_size=500", *flags, env=env)
+    with prep_hub(files, cut=["001.parquet"], fail=1) as (hub, log):
+        made = run("hub", hub, "--keep_parquet=false")
+        assert made.returncode == 0, made.stderr
+        assert all((tmp_path / "hub" / f).read_bytes() == (expected / f).read_bytes() for f in PREP_BINS[:4])
+        assert len([p for p, _ in log if p.endswith("001.parquet")]) == 2  # cut off once, then whole
+        assert not list((tmp_path / "hub").rglob("*.parquet"))
+        asked = len(log)
+        again = run("hub", hub, "--keep_parquet=false")
+        assert again.returncode == 0 and "finished already" in again.stdout and len(log) == asked
+        part = tmp_path / "part" / "parquet" / "sample" / "10BT" / "000.parquet.part"  # what a killed download left
+        part.parent.mkdir(parents=True)
+        part.write_bytes(files["000.parquet"][:1000])
+        made = run("part", hub, "--shards=1")
+        assert made.returncode == 0 and log[-1][1] == "bytes=1000-"
+        assert list((tmp_path / "part").rglob("*.parquet"))
+    with prep_hub(files, shas={"002.parquet": "0" * 64}) as (hub, log):
+        made = run("flip", hub)
+        assert made.returncode == 1 and made.stderr.splitlines()[-1].endswith("than the Hub lists: it is not used")
+        assert "Traceback" not in made.stderr and not (tmp_path / "flip" / "meta.json").exists()
+        assert not (tmp_path / "flip" / "parquet" / "sample" / "10BT" / "002.parquet").exists()
+
+
+def test_prepare_demo_from_anywhere(tmp_path):
+    run = prep_run("--source=demo", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    data = prepare.open_data(tmp_path / "data" / "demo", prepare.SPLITS)
+    texts = pq.read_table(PREP_SCRIPT.parent / "data" / "austen.parquet")["text"].to_pylist()
+    for split in prepare.SPLITS:
+        expected = [t for t in texts if prep_split(t, val=0.05, test=0.05) == split]
+        assert prep_documents(data.path, split) == expected != []
+    assert data.vocab_size == 4096 and data.meta["source"] == "demo"
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -987,11 +987,11 @@ def benchmark(members: list[Flags], device: torch.device) -> int:
                                  text=True, env=dict(os.environ, RD_BENCH_WORKER="1"))
             workers.append(w)
             facts.append(ask(w, None, label))
-        steps = max(1, math.ceil(2.0 / min(x["seconds"] for x in facts)))
+        steps = max(1, math.ceil(4.0 / min(x["seconds"] for x in facts)))
         rates = np.zeros((members[0].rounds, len(members)))
         for i in range(len(rates)):
-            for j, (w, label) in enumerate(zip(workers, labels)):
-                said = ask(w, steps, label)
+            for j in range(len(workers))[::1 if i % 2 else -1]:  # turn about, so that no arm always comes first
+                said = ask(workers[j], steps, labels[j])
                 rates[i, j], facts[j]["memory"] = steps * facts[j]["tokens"] / said["seconds"], said["memory"]
             print(f"round {i + 1}: " + "  ".join(f"{label} {r:,.0f}" for label, r in zip(labels, rates[i])), flush=True)
     finally:
