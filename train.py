@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parent
 PROTOCOL: dict[str, dict] = {
     "S": dict(lr=3e-4, batch_size=32, micro_batch=8, max_tokens=2_000_000_000, eval_tokens=10_485_760),
     "M": dict(lr=2e-4, batch_size=32, micro_batch=4, max_tokens=2_000_000_000, eval_tokens=10_485_760),
-    "nano": dict(lr=1e-3, batch_size=16, micro_batch=16, max_tokens=524_288, eval_tokens=None),
+    "nano": dict(lr=1e-3, batch_size=16, micro_batch=16, max_tokens=409_600, eval_tokens=None),
 }
 
 
