@@ -679,12 +679,14 @@ class GPT(nn.Module):
         """Take over the parameters of a model of another arm, so that this one computes its function. A query that it
         lacks is that of its read which feeds the same projection: `rd` from a trained `block` is the parent, bit for
         bit. From `plain`, queries stay at zero. Frozen queries stay as they are.
-        Raises BadInput where a parameter has no counterpart, here or there, or another shape."""
-        routing, theirs = self.routing_names(), any("_read." in name or ".values." in name for name in state)
-        if theirs and not routing:
-            raise BadInput(f"{self.config.arch} cannot start from {arch}: it would drop the depth routes")
+        Raises BadInput where the two mix over depth in different ways, or a parameter has no counterpart or another shape."""
+        alike = lambda spec: dataclasses.replace(find_arm(spec), idea="", reads=(), combine=None, frozen=(), options=())
+        mine, theirs, routing = alike(self.config.arch), alike(arch), self.routing_names()
+        new = theirs == alike("plain") and mine.depth is Routes and mine.values is None  # at zero queries, plain's function
+        if mine != theirs and not new:
+            raise BadInput(f"{self.config.arch} cannot start from {arch}: they mix over depth in different ways")
         for name, p in self.named_parameters():
-            if name in routing and (not theirs or not p.requires_grad):
+            if name in routing and (new or not p.requires_grad):
                 continue
             source = name
             if name not in state and ".query." in name:

@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parent
 PROTOCOL: dict[str, dict] = {
     "S": dict(lr=3e-4, batch_size=32, micro_batch=8, max_tokens=2_000_000_000, eval_tokens=10_485_760),
     "M": dict(lr=2e-4, batch_size=32, micro_batch=4, max_tokens=2_000_000_000, eval_tokens=10_485_760),
-    "nano": dict(lr=1e-3, batch_size=16, micro_batch=16, max_tokens=409_600, eval_tokens=None),
+    "nano": dict(lr=1e-3, batch_size=8, micro_batch=8, max_tokens=262_144, eval_tokens=None),
 }
 
 
@@ -72,8 +72,8 @@ class Flags:
     stop_tokens: int | None = flag(None, "stop there with the schedule unchanged; such a run is complete")
     repeat_data: bool = flag(False, "S and M: allow more training tokens than the data folder holds (epochs)")
     # batch
-    batch_size: int | None = flag(None, "sequences a step [32; nano 16]")
-    micro_batch: int | None = flag(None, "sequences at a time on one device [S 8, M 4, nano 16]")
+    batch_size: int | None = flag(None, "sequences a step [32; nano 8]")
+    micro_batch: int | None = flag(None, "sequences at a time on one device [S 8, M 4, nano 8]")
     eval_tokens: int | None = flag(None, "predicted tokens of an evaluation [10485760; nano: the whole split]")
     eval_batch: int | None = flag(None, "sequences at a time in an evaluation [micro_batch]")
     # optimiser
