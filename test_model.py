@@ -430,7 +430,7 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     rng = np.random.RandomState(0)
     words = ["".join(rng.choice(list("abcdefghij"), rng.randint(2, 7))) for _ in range(60)]
-    docs = [" ".join(rng.choice(words, 12)) for _ in range(60)]  # so little that twelve steps pass the end of an epoch
+    docs = [" ".join(rng.choice(words, 6)) for _ in range(60)]  # so little that twelve steps pass the end of an epoch
     pq.write_table(pa.table({"text": docs}), folder / "toy.parquet")
     done = run_command("prepare.py", f"--source={folder / 'toy.parquet'}", f"--out={folder / 'data'}", "--vocab_size=300",
                        "--val_fraction=0.45", "--test_fraction=0.1", "--workers=1")
