@@ -389,7 +389,7 @@ def find_arm(spec: str) -> Arm:
     """The arm of `name` or `name:option=value[:option=value]`. Raises BadInput with the nearest name."""
     name, *given = spec.split(":")
     if name not in ARMS:
-        raise BadInput(f"--arch={spec}: no such arm{did_you_mean(name, ARMS)} The arms: {', '.join(ARMS)}")
+        raise BadInput(f"--arch={spec}: no such arm{did_you_mean(name, ARMS) or '.'} The arms: {', '.join(ARMS)}")
     arm, values = ARMS[name], {}
     for key, _, text in (word.partition("=") for word in given):
         choices = CHOICES.get(key)
@@ -444,7 +444,7 @@ class GPTConfig:
     def from_scale(cls, scale: str, arch: str = "rd", **overrides) -> "GPTConfig":
         """A scale of SCALES with any field overridden."""
         if scale not in SCALES:
-            raise BadInput(f"--scale={scale}: no such scale{did_you_mean(scale, SCALES)} The scales: {', '.join(SCALES)}")
+            raise BadInput(f"--scale={scale}: no such scale{did_you_mean(scale, SCALES) or '.'} The scales: {', '.join(SCALES)}")
         return cls(**{**SCALES[scale], "arch": arch, **overrides})
 
 

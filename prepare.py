@@ -345,9 +345,10 @@ def open_data(folder: str | os.PathLike, splits: typing.Iterable[str] = ("train"
     command = "python prepare.py" + source + (f" --out={folder}" if folder.parts != ("data", folder.name) or
                                               source == " --source=PATH" else "")
     if not (folder / "meta.json").is_file():
-        raise BadInput(f"{folder} is not finished: continue it with the command that began it ({command})"
-                       if (folder / ".work").is_dir() else
-                       f"{folder} {'has no meta.json' if folder.is_dir() else 'does not exist'}: run {command}")
+        if (folder / ".work").is_dir():
+            raise BadInput(f"{folder} is not finished: continue it with the command that began it ({command})")
+        what = "has no meta.json" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
+        raise BadInput(f"{folder} {what}: run {command}")
     meta = read_json(folder / "meta.json")
     try:
         files = {"tokenizer.json": (None, meta["tokenizer_sha256"])}

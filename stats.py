@@ -464,7 +464,7 @@ def evidence(c: dict) -> str:
     """What these pairs support, what they do not, and which interval to trust."""
     run, n, (low, high) = c["runs"][0][1], c["n"], c["t_ci"] or (-math.inf, math.inf)
     says = ("a direction, no more" if n == 1 else f"{c['treatment']} better than {c['control']}" if high < 0 else
-            f"{c['treatment']} worse than {c['control']}" if low > 0 else "no difference (the t interval holds 0)")
+            f"{c['treatment']} worse than {c['control']}" if low > 0 else "neither arm (the t interval holds 0)")
     trust = ("One pair has no interval: its difference cannot be told from the noise between seeds." if n == 1 else
              f"All {n} differences are equal: intervals without width say nothing (copies?)." if not c["sd"] else
              f"Trust the t interval: at n = {n} a nominal 95% bootstrap percentile interval covers the true mean in "
@@ -597,7 +597,8 @@ def csv_rows(title: str, columns: list, rows: list[dict], note: str) -> typing.I
 def report(out: dict, figures: dict[str, str]) -> str:
     """Everything as Markdown."""
     made = {name: markdown(*t) for name, t in tables(out).items()}
-    lines = [f"# {len(out['comparisons'])} comparisons with {out['control']}, {out['split']} split", ""]
+    n = len(out["comparisons"])
+    lines = [f"# {n} comparison{'s' * (n != 1)} with {out['control']}, {out['split']} split", ""]
     lines += [made.pop(name) for name in ("table1_summary", "estimates") if name in made]
     for c in out["comparisons"]:
         lines += [f"- {c['scale']}, {c['arms']}: {c['evidence']}", *(f"  {n}" for n in c["notes"])]

@@ -282,8 +282,8 @@ def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
             value = f"{value[:31]}~{hashlib.sha1(value.encode()).hexdigest()[:8]}"
         parts.append(word + short(value).replace("*", "_"))
     c["name"] = "-".join(parts + ([f.tag] if f.tag else []))
-    if any(ch in c["name"] for ch in '\\:\0') or len(c["name"]) > 200:
-        raise BadInput(f"the run's name {c['name']!r} is not a usable folder name; shorten --tag")
+    if any(ch in c["name"] for ch in '/\\:\0') or len(c["name"]) > 200:
+        raise BadInput(f"the run's name {c['name']!r} is not a usable folder name; change --tag")
     return c
 
 
@@ -1043,6 +1043,14 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
 
 def main(argv: list[str]) -> int:
     members: list[Flags] = parse_flags(Flags, argv, __doc__, lists=True)
+    problems = []
+    for arch in dict.fromkeys(m.arch for m in members):
+        try:
+            find_arm(arch)
+        except BadInput as e:
+            problems.append(str(e))
+    if problems:
+        raise BadInput("\n".join(problems))
     Flags.together = tuple(m.arch for m in members)
     device = evaluation.pick_device(members[0].device)
     if device.type == "cpu":
