@@ -692,9 +692,10 @@ def run_one(f: Flags, world: World, device: torch.device) -> str:
     data, windows, enough = open_run_data(c, f, world)
     with claim(folder / "lock", str(folder), f.force) if world.rank == 0 else contextlib.nullcontext():
         c.update(provenance(), kernel_sha256=sha256_of(ROOT / "route_kernel.py") if c["backend"] == "fused" else None)
-        c["probe"] = world.from_rank0(probe)
         old = world.from_rank0(lambda: read_json(folder / "config.json") if (folder / "config.json").exists() else None)
         status = world.from_rank0(lambda: last_status(folder) or (folder / "ckpt.pt").exists() and "begun")
+        if old is None or status != "complete":  # a finished run is skipped without training the probe's models
+            c["probe"] = world.from_rank0(probe)
         if old is not None and status:
             changed = check_resume(old, c, folder, code=status != "complete")
             if status == "complete":
