@@ -402,6 +402,13 @@ def find_arm(spec: str) -> Arm:
     return dataclasses.replace(arm, **values)
 
 
+def canonical(spec: str) -> str:
+    """The one name of an arm: its options in the table's order, without those at their default."""
+    name, made = spec.split(":")[0], find_arm(spec)
+    given = ((key, getattr(made, key)) for key in made.options if getattr(made, key) != getattr(ARMS[name], key))
+    return ":".join([name, *(f"{key}={value}".lower() for key, value in given)])
+
+
 @dataclass
 class GPTConfig:
     """Shape and arm of a model. Raises BadInput naming every setting that cannot be."""
@@ -532,10 +539,14 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def nll_of_rows(h: torch.Tensor, low: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [n, V], their log-sum-exp [n] and the NLL [n] of targets [n], in float32; h [n, d] and low [V, d] alike."""
+    """NLL [n] of targets [n] under the head low [V, d], and the softmax as numerators [n, V] and sums [n, 1]: float32.
+    h [n, d] in low's dtype."""
     logits = (h @ low.t()).float()
-    lse = logits.logsumexp(-1)
-    return logits, lse, lse - logits.gather(1, targets[:, None]).squeeze(1)
+    logits.sub_(logits.amax(-1, keepdim=True))
+    of_target = logits.gather(1, targets[:, None])
+    powers = logits.exp_()
+    total = powers.sum(-1, keepdim=True)
+    return (total.log() - of_target).squeeze(1), powers, total
 
 
 class HeadLoss(torch.autograd.Function):
@@ -552,19 +563,20 @@ class HeadLoss(torch.autograd.Function):
         low, N = w.to(h.dtype), len(h)
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         dh = torch.empty_like(h) if want_h else None
-        dw = torch.zeros_like(w, dtype=torch.float32) if want_w else None
+        dw = torch.empty_like(w, dtype=torch.float32) if want_w else None
         for i in range(0, N, chunk):
             rows, t = h[i:i + chunk], targets[i:i + chunk]
-            logits, lse, nll = nll_of_rows(rows, low, t)
+            nll, powers, sums = nll_of_rows(rows, low, t)
             total += nll.sum(dtype=torch.float64)
             if want_h or want_w:  # d mean NLL / d logits = (softmax - onehot) / N
-                grad = logits.sub_(lse[:, None]).exp_()
-                grad.scatter_add_(1, t[:, None], torch.full_like(lse, -1.0)[:, None])
-                grad = grad.div_(N).to(h.dtype)
-                if want_h:
-                    dh[i:i + chunk] = grad @ low
-                if want_w:
-                    dw += grad.t() @ rows
+                grad = powers.mul_((N * sums).reciprocal_())
+                grad = grad.scatter_add_(1, t[:, None], torch.full_like(sums, -1 / N)).to(h.dtype)
+            if want_h:
+                torch.mm(grad, low, out=dh[i:i + chunk])
+            if want_w and grad.dtype == dw.dtype:
+                dw.addmm_(grad.t(), rows, beta=int(i > 0))
+            elif want_w:
+                dw.add_(grad.t() @ rows) if i else dw.copy_(grad.t() @ rows)
         ctx.save_for_backward(dh, dw)
         return (total / N).float()
 
@@ -644,7 +656,7 @@ class GPT(nn.Module):
         h, w, t = self.head_inputs(self.hidden(idx, record), targets)
         with torch.autocast(h.device.type, enabled=False):
             low, chunk = w.to(h.dtype), self.head_chunk(h.device)
-            nll = [nll_of_rows(a, low, b)[2] for a, b in zip(h.split(chunk), t.split(chunk))]
+            nll = [nll_of_rows(a, low, b)[0] for a, b in zip(h.split(chunk), t.split(chunk))]
         return torch.cat(nll).view(targets.shape)
 
     def head_inputs(self, h: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

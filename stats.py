@@ -104,6 +104,7 @@ MARKED = ("backend", "dtype", "residual_dtype", "compile", "micro_batch", "ranks
 OWN = set("""name arch arm tag data started finished host command git_commit git_dirty git_diff python platform numpy
     cuda driver backend_reason dtype_reason milestones stop_steps stop_tokens max_tokens probe out ckpt_every keep
     wandb force workers""".split())
+CROSSED = ("backend", "dtype", "residual_dtype", "device")  # a study that runs both arms in two of these is crossed
 WORDS = {"data_fingerprint": "data", "tokenizer_sha256": "tokenizer", "init_sha256": "starting weights", "max_steps":
          "schedule length", "freeze": "frozen parameters", "eval_tokens": "evaluation tokens"}
 
@@ -327,8 +328,9 @@ def best_of(runs: list[Run], keys: list[str], problem: typing.Callable, notes: l
 def analyse(folders: list[str], control: str = "block", split: str = "val", allow: typing.Collection[str] = (),
             strict: bool = False) -> dict:
     """All that tables and figures show: `comparisons` (each arm against the control, at the last step that a pair has
-    reached), `milestones` (the same at every step), `floor` (differences that are noise), `problems`, `refused`."""
-    out = dict(control=control, split=split, refused=0, comparisons=[], milestones=[], floor=[], problems=[])
+    reached), `milestones` (the same at every step), `crossed` (arm by backend), `floor` (differences that are noise),
+    `problems`, `refused`."""
+    out = dict(control=control, split=split, refused=0, comparisons=[], milestones=[], crossed=[], floor=[], problems=[])
     notes, used, seen, groups = [], set(), {}, []
 
     def problem(run: str, why: str) -> None:
@@ -360,23 +362,31 @@ def analyse(folders: list[str], control: str = "block", split: str = "val", allo
         for t in group:
             tried = [(c, *pair_steps(c, t, allow, strict)) for g in groups for c in g
                      if (c.arch, c.scale, c.seed) == (control, scale, t.seed)]
-            variant = str((t.backend, t.dtype, t.residual_dtype, t.device))
+            variant = tuple(str(t.config.get(k)) for k in CROSSED)
             pairs += [(variant, step, *pair) for _, steps, _ in tried for step, pair in steps.items()]
             if not any(steps for _, steps, _ in tried):
                 near, _, why = min(tried, key=lambda x: (len(x[2]), x[0].name), default=(None, None, None))
                 problem(t.name, f"refused with {near.name}: {'; '.join(why)}" if near else
                         f"no partner: no usable run of {control} at scale {scale}, seed {t.seed}")
         crossed = len({(p[0], p[3].seed) for p in pairs}) > len({p[3].seed for p in pairs})  # a comparison per backend
-        label = crossed or sum((g[0].scale, g[0].arch) == (scale, arm) for g in groups) > 1
-        variants = [[p for p in pairs if p[0] == v] for v in sorted({p[0] for p in pairs})]
-        for some in variants if crossed else [pairs] * bool(pairs):
+        variants = sorted({p[0] for p in pairs}, key=lambda v: (v[0] != "reference", v)) if crossed else [None]
+        siblings = [setting_words(r) for g in groups for r in g if (r.scale, r.arch) == (scale, arm)]
+        labels, cells = {}, {}  # cells: {(variant, step): {seed: (control, treatment, marks)}}
+        for v in variants if pairs else ():
+            some = [p for p in pairs if v in (None, p[0])]
+            words = [w for w in setting_words(some[0][3]) if not all(w in s for s in siblings)]
+            if crossed:
+                words = [x for i, x in enumerate(v) if any(o[i] != x for o in variants)] + [
+                    w for w in words if not w.startswith(CROSSED)]
+            labels[v] = " ".join(words)
             for step in sorted({p[1] for p in some}):
                 best = {}  # one pair a seed: the least marked one, then that of the longest runs
                 for _, _, c, t, marked in sorted((p for p in some if p[1] == step), key=lambda p: (
                         str(type(p[2].seed)), p[2].seed, len(p[4]), -p[2].last, -p[3].last, p[2].name, p[3].name)):
                     best.setdefault(t.seed, (c, t, marked))
                 used |= {r.name for p in best.values() for r in p[:2]}
-                row = compare(list(best.values()), step, split, step == max(p[1] for p in some), label)
+                cells[v, step] = best
+                row = compare(list(best.values()), step, split, step == max(p[1] for p in some), labels[v])
                 out["milestones"].append(row)
             starts = tuple(f"{scale}-{a.replace(':', '_').replace('=', '')}-s" for a in (control, arm))
             waiting = sorted({r.name for p in some for r in p[2:4] if r.status != "complete"})
@@ -385,6 +395,7 @@ def analyse(folders: list[str], control: str = "block", split: str = "val", allo
             row.update(waiting=waiting, interim=bool(waiting), budget=row["budget"] + ", interim" * bool(waiting),
                        notes=about + [SAME_AS_BLOCK[a] for a in (arm, control) if a in SAME_AS_BLOCK])
             out["comparisons"].append(row)
+        out["crossed"] += [row for v in variants[1:] if (row := interaction(cells, variants[0], v, labels))]
 
     named = used | {p["run"] for p in out["problems"] if re.match("left out|refused|no partner", p["why"])}
     for r, group in ((r, g) for g in groups for r in g):
@@ -406,6 +417,31 @@ def analyse(folders: list[str], control: str = "block", split: str = "val", allo
     return out
 
 
+def setting_words(run: Run) -> list[str]:
+    """The settings that a run's name carries: `nano-rd-s123-lr0.002-b16` has lr0.002 and b16."""
+    return run.name.partition(f"-s{run.seed}")[2].split("-")[1:]
+
+
+def interaction(cells: dict, first: tuple, second: tuple, labels: dict) -> dict | None:
+    """Arm by backend: how the arms' difference changes from variant `first` to `second`, at the last step and over the
+    seeds where both arms ran in both; None where there is none."""
+    full = {}
+    for step in sorted({step for v, step in cells if v == first}):
+        sides = [cells.get((v, step), {}) for v in (first, second)]
+        seeds = [seed for seed in sides[0] if seed in sides[1] and all(  # no pair of two backends
+            r.config.get(k) == t.config.get(k) for r, t, _ in (side[seed] for side in sides) for k in CROSSED)]
+        full = {step: (seeds, sides)} if seeds else full
+    for step, (seeds, sides) in full.items():
+        nll = np.array([[[r.evals[step]["nll"] for r in side[seed][:2]] for seed in seeds] for side in sides])
+        deltas, shifts = nll[..., 1] - nll[..., 0], nll[1] - nll[0]  # [variant, seed], [seed, arm]
+        c, t, _ = sides[0][seeds[0]]
+        return {"scale": t.scale, "arms": f"{t.arch} - {c.arch}", "control": c.arch, "treatment": t.arch, "step": step,
+                "budget": count(t.tokens(step)), "seeds": seeds, "first": labels[first], "second": labels[second],
+                "first_change": spread(deltas[0]), "second_change": spread(deltas[1]), "control_shift":
+                spread(shifts[:, 0]), "treatment_shift": spread(shifts[:, 1]), **(est := paired(deltas[1] - deltas[0]))._asdict(),
+                "interaction": est.mean}
+
+
 def spread(values: typing.Iterable[float | None]) -> tuple[float, float | None] | None:
     """(mean, sample sd), of one value (mean, None), of none None."""
     v = np.asarray([x for x in values if x is not None])
@@ -417,9 +453,9 @@ def error(windows: np.ndarray | None) -> float | None:
     return None if windows is None else float(windows.std(ddof=1) / math.sqrt(len(windows)))
 
 
-def compare(pairs: list[tuple[Run, Run, list[str]]], step: int, split: str, last=False, label=False) -> dict:
-    """One comparison at one step, as in `--json`. Windows are read for the `last` one; `label` names the arm with the
-    settings in the run's name, which tell two comparisons of one arm apart."""
+def compare(pairs: list[tuple[Run, Run, list[str]]], step: int, split: str, last=False, label="") -> dict:
+    """One comparison at one step, as in `--json`. Windows are read for the `last` one; `label` follows the arm's name
+    where two comparisons of one arm must be told apart."""
     rows, gaps, (c0, t0, _) = [], [], pairs[0]
     for c, t, marked in pairs:
         wx, wy = (r.windows(split, step) if last else None for r in (c, t))
@@ -438,7 +474,7 @@ def compare(pairs: list[tuple[Run, Run, list[str]]], step: int, split: str, last
     deltas, tokens, ends = [r["delta"] for r in rows], t0.tokens(step), [t.evals[step] for _, t, _ in pairs]
     est, whole = paired(deltas), all(g is not None and g.shape == gaps[0].shape for g in gaps)
     ours = (c0.arch, t0.arch, step, tokens, split) == ("block", "rd", 61_036, 2_000_027_648, "val")
-    arm = " ".join([t0.arch, *t0.name.partition(f"-s{t0.seed}")[2].split("-")[1:]] if label else [t0.arch])
+    arm = f"{t0.arch} {label}".rstrip()
     rest = f" of {count((tokens or 0) * t0.max_steps // step)}, mid-schedule" if 0 < step < t0.max_steps else ""
     return {"scale": t0.scale, "control": c0.arch, "treatment": t0.arch, "tokens": tokens, **est._asdict(),
             "seeds": [r["seed"] for r in rows], "deltas": deltas, "wins": sum(d < 0 for d in deltas),
@@ -480,7 +516,7 @@ def evidence(c: dict) -> str:
 # ---------------------------------------------------------------------------------------------------------
 # Tables and figures
 
-# key|header|format; a tuple is (mean, sd), to four places, or under a format with [ an interval
+# key|header|format; a tuple is (mean, sd), to four places, under a format with ± to its places, with [ an interval
 COLUMNS = {c.split("|")[0]: (c + "||").split("|")[1:3] for c in """
 scale|Scale; arms|Arms; budget|Tokens; seed|Seed; n|n|d; won|Wins; control_nll|Control NLL|.5f;
 treatment_nll|Treatment NLL|.5f; delta|Δ NLL|+.5f; change|Δ NLL|+.4f; sd|sd|.6f; ppl_reduction|PPL ↓|.2%; mean|Mean
@@ -494,7 +530,9 @@ head_dim|Head dim|d; hidden|MLP hidden|,d; block_layers|Block layers|d; context|
 n_params|Parameters|,d; extra|Over control|+,d; lr|Peak lr|g; batch_size|Batch|d; micro_batch|Micro-batch|d;
 max_steps|Steps|,d; control_backend|Control backend; treatment_backend|Treatment backend; control_speed|Control
 tokens/s|,.0f; treatment_speed|Treatment tokens/s|,.0f; speed_ratio|Change|+.1%; control_gb|Control peak GB|.3f;
-treatment_gb|Treatment peak GB|.3f; memory_ratio|Change|+.1%""".strip().replace("\n", " ").split("; ")}
+treatment_gb|Treatment peak GB|.3f; memory_ratio|Change|+.1%; first|First; second|Second; first_change|Δ NLL,
+first|±+.6f; second_change|Δ NLL, second|±+.6f; control_shift|Control, second - first|±+.6f;
+treatment_shift|Treatment, second - first|±+.6f; interaction|Interaction|+.6f""".strip().replace("\n", " ").split("; ")}
 TABLES = [  # name, title, rows, columns, note
     ("table1_summary", "Summary (Table 1)", "summary",
      "scale arms budget control_nll treatment_nll change ppl_reduction won",
@@ -513,6 +551,10 @@ TABLES = [  # name, title, rows, columns, note
      "scale arms budget n control_nll treatment_nll change t_ci won", ""),
     ("js_by_layer", "JS divergence by layer (Figure 4)", "js", "scale arm layer js js_of_mean",
      "Nats, mean ± sd over seeds; layer 0 has one source."),
+    ("crossed", "Arm by backend", "crossed", "scale arms budget n first second first_change second_change control_shift "
+     "treatment_shift interaction sd t_ci", "Δ between the arms under the first and the second backend, each arm's own change from "
+     "first to second, and last the interaction, Δ under the second - Δ under the first, by seed: what the backend does "
+     "to the comparison."),
     ("noise_floor", "Noise floor: A/A comparisons", "floor", "treatment control seed budget delta marks",
      "A difference of this size is noise."),
     ("table4_configurations", "Configurations (Table 4)", "configs", "scale arch n_layer n_embd n_head head_dim "
@@ -526,6 +568,7 @@ TABLES = [  # name, title, rows, columns, note
 def tables(out: dict) -> dict[str, tuple[str, list[tuple[str, str, str]], list[dict], str]]:
     """{name: (title, [(key, header, format)], rows, note)} of every table that has rows."""
     rows = {"summary": [], "pairs": [], "js": [], "controls": [], "milestones": out["milestones"],
+            "crossed": out["crossed"],
             "floor": [{**c, **p} for c in out["floor"] for p in c["pairs"]]}
     steps, configs = {}, {}
     for c in out["milestones"]:
@@ -558,7 +601,7 @@ def tables(out: dict) -> dict[str, tuple[str, list[tuple[str, str, str]], list[d
 def show(value, spec: str) -> str:
     """One cell as text; an empty one is a dash."""
     if isinstance(value, tuple):
-        parts = [format(v, spec.strip("[") if "[" in spec else ".4f") for v in value if v is not None]
+        parts = [format(v, spec[1:] if spec[:1] in ("[", "±") else ".4f") for v in value if v is not None]
         return f"[{', '.join(parts)}]" if "[" in spec else " ± ".join(parts)
     return "-" if value is None else format(value, spec) if spec else str(value)
 
@@ -706,7 +749,7 @@ def main(argv: list[str]) -> int:
     allow = [k for k in (flags.allow or "").split(",") if k]
     out = analyse(flags.folders, flags.control, flags.split, allow, flags.strict)
     public = {k: [{n: v for n, v in c.items() if n != "runs"} for c in out[k]] for k in (
-        "comparisons", "problems", "milestones", "floor")}
+        "comparisons", "problems", "milestones", "crossed", "floor")}
     if flags.out:
         folder = Path(flags.out)
         folder.mkdir(parents=True, exist_ok=True)

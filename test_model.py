@@ -41,7 +41,7 @@ import prepare
 import route_kernel as rk
 import stats
 import train
-from model import ARMS, GPT, DeltaRoutes, DepthAttention, GPTConfig, HeadLoss, Routes, Streams
+from model import (ARMS, GPT, DeltaRoutes, DepthAttention, GPTConfig, HeadLoss, Routes, Streams, canonical, find_arm)
 from prepare import BadInput, Failed, open_data, parse_flags
 from route_kernel import Depth, choose_backend, route
 
@@ -2225,13 +2225,19 @@ def test_a_crossed_backend_study_gives_a_comparison_each_and_reruns_give_a_noise
         for arm in ("block", "rd"):
             for seed in (1, 2):
                 stats_run(tmp_path, stats_config(arm, seed=seed, backend=backend),
-                          {61036: 3.1 + seed - 0.03 * (arm == "rd") + shift * seed},
-                          name=f"S-{arm}-s{seed}" + "-fused" * (backend == "fused"))
+                          {61036: 3.1 + seed - 0.03 * (arm == "rd") + shift * seed * (1 + (arm == "rd"))},
+                          name=f"S-{arm}-s{seed}-kept" + "-backendfused" * (backend == "fused"))
     code, out = stats_json(capsys, tmp_path, "--strict")
-    assert code == 0 and [c["arm"] for c in out["comparisons"]] == ["rd fused", "rd"]
+    assert code == 0 and [c["arm"] for c in out["comparisons"]] == ["rd reference", "rd fused"]
     assert all(c["n"] == 2 for c in out["comparisons"])
     assert all(p["marks"] == "" for c in out["comparisons"] for p in c["pairs"])
-    assert len(out["floor"]) == 4 and {round(abs(f["mean"]), 6) for f in out["floor"]} == {1e-4, 2e-4}
+    (row,) = out["crossed"]  # rd moves by 2e-4 and 4e-4 where block moves by half of that
+    assert (row["first"], row["second"], row["seeds"]) == ("reference", "fused", [1, 2])
+    assert row["mean"] == pytest.approx(1.5e-4) and row["sd"] == pytest.approx(1e-4 / 2 ** 0.5)
+    assert row["control_shift"][0] == pytest.approx(1.5e-4) and row["treatment_shift"][0] == pytest.approx(3e-4)
+    assert row["first_change"][0] == pytest.approx(-0.03) and row["second_change"][0] == pytest.approx(-0.02985)
+    assert "| S | rd - block | 2 B | 2 | reference | fused |" in stats_cli(capsys, tmp_path)[1]
+    assert len(out["floor"]) == 4 and {round(abs(f["mean"]), 6) for f in out["floor"]} == {1e-4, 2e-4, 4e-4}
     assert out["floor"][0]["pairs"][0]["marks"] == "backend: reference against fused"
 
 
@@ -3006,6 +3012,13 @@ def test_rivals_decay_and_starting_weights():
         own = [1.0 if s == k % 4 else -1.0 for s in range(4)]
         assert m.bias.tolist() == own + own + [0.0 if s == t else -8.0 for s in range(4) for t in range(4)]
         assert m.scale.tolist() == pytest.approx([0.01] * 3) and m.phi.abs().max() == 0
+
+
+@pytest.mark.parametrize("spec, name", [
+    ("rd", "rd"), ("mhar:sources=full:heads=04", "mhar:heads=4:sources=full"), ("mhar:heads=2:sources=block", "mhar"),
+    ("resformer:learnable=true", "resformer:learnable=true"), ("lowrank:sources=full:rank=64", "lowrank:sources=full")])
+def test_an_arm_has_one_name(spec, name):
+    assert canonical(spec) == name and find_arm(spec) == find_arm(name)
 
 
 @pytest.mark.parametrize("spec, words", [

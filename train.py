@@ -21,6 +21,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import shlex
 import shutil
@@ -37,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 import eval as evaluation
-from model import ARMS, GPT, SCALES, GPTConfig, find_arm
+from model import ARMS, GPT, SCALES, GPTConfig, Stream, canonical, find_arm
 from prepare import (BadInput, Failed, atomic_file, flag, human_time, open_data, parse_flags, read_json, run_script,
                      sha256_of, to_json, write_json)
 from route_kernel import choose_backend
@@ -376,12 +377,13 @@ def keep_freed_memory() -> None:
 
 
 def compile_layers(model: GPT, backend: str = "inductor") -> None:
-    """torch.compile each layer's attention and MLP: one compilation serves all layers, routes stay between them."""
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
+    """torch.compile each layer, or its attention and MLP where depth routes, which are fused already, stand between them:
+    one compilation serves all layers. What does not compile raises, nothing falls back to eager without a word."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for layer in model.layers:
-        layer.attention = torch.compile(layer.attention, dynamic=False, backend=backend)
-        layer.mlp = torch.compile(layer.mlp, dynamic=False, backend=backend)
+        for part in ("forward",) if model.arm.depth is Stream else ("attention", "mlp"):
+            setattr(layer, part, torch.compile(getattr(layer, part), dynamic=False, fullgraph=True, backend=backend))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -967,7 +969,7 @@ def bench_worker(f: Flags, device: torch.device) -> None:
     bench = Bench(f, device)
     tell = lambda **facts: print("BENCH " + json.dumps(facts), flush=True)
     bench.seconds(2)
-    tell(seconds=bench.seconds(1), tokens=bench.c["tokens_per_step"], dtype=bench.c["dtype"], backend=bench.c["backend"],
+    tell(seconds=bench.seconds(1), memory=peak_memory(device), tokens=bench.c["tokens_per_step"], dtype=bench.c["dtype"], backend=bench.c["backend"],
          micro_batch=bench.c["micro_batch"], batch_size=bench.c["batch_size"], **bench.model.count())
     for line in sys.stdin:
         tell(seconds=bench.seconds(int(line)), memory=peak_memory(device))
@@ -975,40 +977,63 @@ def bench_worker(f: Flags, device: torch.device) -> None:
             torch.cuda.empty_cache()  # the others' turn
 
 
+def free_memory(device: torch.device) -> float:
+    """Bytes that may still be taken on `device`; where the system does not say, infinitely many."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError):
+        return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
+    return math.inf
+
+
 def benchmark(members: list[Flags], device: torch.device) -> int:
-    """Time the members in turn, round by round, each in a process of its own; print ratios to the first one."""
+    """Time the members in turn, round by round, each in a process of its own; print ratios to the first one. Where
+    memory does not hold all of them at once, groups of them are timed, the first one in each."""
     varied = [x.name for x in dataclasses.fields(Flags) if len({getattr(m, x.name) for m in members}) > 1] or ["arch"]
     labels = [" ".join(str(getattr(m, v)) for v in varied) for m in members]
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; {members[0].rounds} interleaved rounds, "
           "each arm in its own process, random tokens", flush=True)
-    workers, facts = [], []
+    workers, facts, rates, ratios = {}, {}, [[] for _ in members], [[] for _ in members]
+
+    def start(j: int) -> None:
+        workers[j] = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *to_argv(members[j])], stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, text=True, env=dict(os.environ, RD_BENCH_WORKER="1"))
+        facts[j] = ask(workers[j], None, labels[j])
+
+    def stop(j: int) -> None:
+        workers[j].kill()
+        workers.pop(j).wait()
+
     try:
-        for m, label in zip(members, labels):
-            w = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *to_argv(m)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                 text=True, env=dict(os.environ, RD_BENCH_WORKER="1"))
-            workers.append(w)
-            facts.append(ask(w, None, label))
-        steps = max(1, math.ceil(4.0 / min(x["seconds"] for x in facts)))
-        rates = np.zeros((members[0].rounds, len(members)))
-        for i in range(len(rates)):
-            for j in range(len(workers))[::1 if i % 2 else -1]:  # turn about, so that no arm always comes first
-                said = ask(workers[j], steps, labels[j])
-                rates[i, j], facts[j]["memory"] = steps * facts[j]["tokens"] / said["seconds"], said["memory"]
-            print(f"round {i + 1}: " + "  ".join(f"{label} {r:,.0f}" for label, r in zip(labels, rates[i])), flush=True)
+        start(0)
+        steps, todo = max(1, math.ceil(4.0 / facts[0]["seconds"])), list(range(1, len(members)))
+        while todo or not rates[0]:
+            while todo and (len(workers) == 1 or free_memory(device) > 2 * max(facts[j]["memory"] for j in workers)):
+                start(todo.pop(0))
+            for i in range(members[0].rounds):
+                now = {}
+                for j in list(workers)[::1 if i % 2 else -1]:  # turn about, so that no arm always comes first
+                    said = ask(workers[j], steps, labels[j])
+                    now[j], facts[j]["memory"] = steps * facts[j]["tokens"] / said["seconds"], said["memory"]
+                for j in workers:
+                    rates[j].append(now[j])
+                    ratios[j].append(now[j] / now[0])
+                print(f"round {i + 1}: " + "  ".join(f"{labels[j]} {now[j]:,.0f}" for j in workers), flush=True)
+            for j in [j for j in workers if j]:
+                stop(j)
     finally:
-        for w in workers:
-            w.kill()
-            w.wait()
-    peak = {x["dtype"]: matmul_rate(device, getattr(torch, x["dtype"])) for x in facts}
+        for j in list(workers):
+            stop(j)
+    peak = {x["dtype"]: matmul_rate(device, getattr(torch, x["dtype"])) for x in facts.values()}
     print(f"\n{steps} step(s) a round of {facts[0]['batch_size']} x {facts[0]['tokens'] // facts[0]['batch_size']:,} tokens, micro-batch "
           f"{facts[0]['micro_batch']}; measured matrix product rate: " + ", ".join(f"{r / 1e12:.2f} TFLOP/s {d}" for d, r in peak.items()))
     print(f"\n| {' '.join(varied)} | routes | tokens/s | ratio to {labels[0]} (min-max) | MFU | peak memory |\n|---|---|---|---|---|---|")
-    for j, (label, x) in enumerate(zip(labels, facts)):
-        ratio, rate = rates[:, j] / rates[:, 0], float(np.median(rates[:, j]))
+    for j, label in enumerate(labels):
+        x, rate = facts[j], float(np.median(rates[j]))
         mfu = rate * x["flops_per_token"] / peak[x["dtype"]]
         routes = x["backend"] if x["routing"] else "none"
-        print(f"| {label} | {routes}, {x['dtype']} | {rate:,.0f} | {np.median(ratio):.3f} ({ratio.min():.3f}-{ratio.max():.3f}) | {mfu:.1%} | "
-              f"{x['memory'] / 1e9:.2f} GB |")
+        print(f"| {label} | {routes}, {x['dtype']} | {rate:,.0f} | {np.median(ratios[j]):.3f} ({min(ratios[j]):.3f}-{max(ratios[j]):.3f}) | "
+              f"{mfu:.1%} | {x['memory'] / 1e9:.2f} GB |")
     print("\nMFU counts 6 FLOPs per matrix weight and token and causal attention's products; memory is "
           + ("allocated on the GPU" if device.type == "cuda" else "resident, weights and optimiser included") + ".")
     return 0
@@ -1045,13 +1070,13 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
 def main(argv: list[str]) -> int:
     members: list[Flags] = parse_flags(Flags, argv, __doc__, lists=True)
     problems = []
-    for arch in dict.fromkeys(m.arch for m in members):
+    for m in members:
         try:
-            find_arm(arch)
+            m.arch = canonical(m.arch)
         except BadInput as e:
             problems.append(str(e))
     if problems:
-        raise BadInput("\n".join(problems))
+        raise BadInput("\n".join(dict.fromkeys(problems)))
     Flags.together = tuple(m.arch for m in members)
     device = evaluation.pick_device(members[0].device)
     if device.type == "cpu":
