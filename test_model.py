@@ -782,6 +782,41 @@ def test_data_too_small_for_the_run(words, flags, toy, tmp_path):
     assert all(w in str(e.value) for w in words) and not list(tmp_path.iterdir())
 
 
+def test_a_benchmark_times_every_arm_beside_the_first(monkeypatch, capsys):
+    """Where memory holds two workers at a time, each later arm is timed in a group with the first."""
+    alive, most, rounds = [], [], []
+
+    class Worker:
+        def __init__(self, command, **_):
+            self.arch = next(word[7:] for word in command if word.startswith("--arch="))
+            alive.append(self.arch)
+            most.append(len(alive))
+
+        def kill(self):
+            alive.remove(self.arch)
+
+        def wait(self):
+            return 0
+
+    def ask(worker, steps, label):
+        seconds = {"block": 2.0, "plain": 1.0, "rd": 4.0}[worker.arch]
+        if steps is not None:
+            rounds.append(worker.arch)
+        return dict(seconds=seconds * (steps or 1), memory=10 ** 9, tokens=100, dtype="float32", backend="reference", micro_batch=1,
+                    batch_size=1, routing=3, flops_per_token=10 ** 6)
+
+    for name, fake in (("ask", ask), ("free_memory", lambda device: 0.0), ("matmul_rate", lambda *_: 1e9)):
+        monkeypatch.setattr(train, name, fake)
+    monkeypatch.setattr(train.subprocess, "Popen", Worker)
+    assert train.benchmark(parse("--arch=block,plain,rd", "--scale=nano", "--rounds=2"), torch.device("cpu")) == 0
+    out = capsys.readouterr().out
+    assert not alive and max(most) == 2 and rounds == ["plain", "block", "block", "plain", "rd", "block", "block", "rd"]
+    for row in ("| block | reference, float32 | 50 | 1.000 (1.000-1.000) | 5.0% |",
+                "| plain | reference, float32 | 100 | 2.000 (2.000-2.000) | 10.0% |",
+                "| rd | reference, float32 | 25 | 0.500 (0.500-0.500) | 2.5% |"):
+        assert row in out
+
+
 def test_compiled_and_plain_checkpoints_are_the_same_file(monkeypatch):
     """No _orig_mod. prefixes, no second copy of the tied weights; compiled layers compute the same."""
     a, b = stir(tiny("rd")), stir(tiny("rd"), seed=4)
