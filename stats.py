@@ -425,21 +425,21 @@ def setting_words(run: Run) -> list[str]:
 def interaction(cells: dict, first: tuple, second: tuple, labels: dict) -> dict | None:
     """Arm by backend: how the arms' difference changes from variant `first` to `second`, at the last step and over the
     seeds where both arms ran in both; None where there is none."""
-    full = {}
-    for step in sorted({step for v, step in cells if v == first}):
+    for step in sorted({step for v, step in cells if v == first}, reverse=True):
         sides = [cells.get((v, step), {}) for v in (first, second)]
         seeds = [seed for seed in sides[0] if seed in sides[1] and all(  # no pair of two backends
-            r.config.get(k) == t.config.get(k) for r, t, _ in (side[seed] for side in sides) for k in CROSSED)]
-        full = {step: (seeds, sides)} if seeds else full
-    for step, (seeds, sides) in full.items():
+            c.config.get(k) == t.config.get(k) for c, t, _ in (side[seed] for side in sides) for k in CROSSED)]
+        if not seeds:
+            continue
         nll = np.array([[[r.evals[step]["nll"] for r in side[seed][:2]] for seed in seeds] for side in sides])
         deltas, shifts = nll[..., 1] - nll[..., 0], nll[1] - nll[0]  # [variant, seed], [seed, arm]
         c, t, _ = sides[0][seeds[0]]
+        est = paired(deltas[1] - deltas[0])
         return {"scale": t.scale, "arms": f"{t.arch} - {c.arch}", "control": c.arch, "treatment": t.arch, "step": step,
                 "budget": count(t.tokens(step)), "seeds": seeds, "first": labels[first], "second": labels[second],
                 "first_change": spread(deltas[0]), "second_change": spread(deltas[1]), "control_shift":
-                spread(shifts[:, 0]), "treatment_shift": spread(shifts[:, 1]), **(est := paired(deltas[1] - deltas[0]))._asdict(),
-                "interaction": est.mean}
+                spread(shifts[:, 0]), "treatment_shift": spread(shifts[:, 1]), "interaction": est.mean, **est._asdict()}
+    return None
 
 
 def spread(values: typing.Iterable[float | None]) -> tuple[float, float | None] | None:

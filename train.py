@@ -969,8 +969,8 @@ def bench_worker(f: Flags, device: torch.device) -> None:
     bench = Bench(f, device)
     tell = lambda **facts: print("BENCH " + json.dumps(facts), flush=True)
     bench.seconds(2)
-    tell(seconds=bench.seconds(1), memory=peak_memory(device), tokens=bench.c["tokens_per_step"], dtype=bench.c["dtype"], backend=bench.c["backend"],
-         micro_batch=bench.c["micro_batch"], batch_size=bench.c["batch_size"], **bench.model.count())
+    tell(seconds=bench.seconds(1), memory=peak_memory(device), tokens=bench.c["tokens_per_step"],
+         **{k: bench.c[k] for k in ("dtype", "backend", "micro_batch", "batch_size")}, **bench.model.count())
     for line in sys.stdin:
         tell(seconds=bench.seconds(int(line)), memory=peak_memory(device))
         if device.type == "cuda":
