@@ -3057,6 +3057,12 @@ def test_an_arm_has_one_name(spec, name):
     assert canonical(spec) == name and find_arm(spec) == find_arm(name)
 
 
+def test_one_arm_under_two_names_runs_once(capsys):
+    assert train.main(["--arch=mhar,mhar:heads=2,mhar:heads=4", "--scale=nano", "--n_layer=2", "--n_embd=32", "--n_head=2",
+                       "--context=16", "--dry_run"]) == 0
+    assert [line.split(":")[0].split("-")[1] for line in capsys.readouterr().out.splitlines()] == ["mhar", "mhar_heads4"]
+
+
 @pytest.mark.parametrize("spec, words", [
     ("mhar:head=2", "no such option 'head'; did you mean heads?"), ("mhar:heads=two", "heads wants a whole number"),
     ("mhar:heads=0", "at least 1"), ("mhar:heads=5", "heads must divide n_embd=32"), ("mhar:heads=2:heads=4", "given twice"),

@@ -1077,6 +1077,7 @@ def main(argv: list[str]) -> int:
             problems.append(str(e))
     if problems:
         raise BadInput("\n".join(dict.fromkeys(problems)))
+    members = list({dataclasses.astuple(m): m for m in members}.values())  # mhar and mhar:heads=2 are one
     Flags.together = tuple(m.arch for m in members)
     device = evaluation.pick_device(members[0].device)
     if device.type == "cpu":
