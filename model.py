@@ -114,17 +114,20 @@ class SlicedRoutes(Routes):
     to the last `rank` coordinates (sliced Low-Rank AttnRes, 2607.09694; jon123boss/LR-AttnRes). In plain torch."""
 
     def read(self, queries, key_gain, out_gain=None, ahead=None, last: bool = False):
-        mixture, weights = lean(self.mix, queries[0], key_gain, *self.sources)
+        h, weights = lean(self.mix, queries[0], key_gain, out_gain, *self.sources)
         keep_weights(self.record, weights)
-        return (rms_norm(mixture, out_gain, self.eps),)
+        return (h,)
 
-    def mix(self, query, key_gain, *sources):
-        """query [r], key_gain [r] or None. Returns the mixture [..., d] and weights [..., heads, K]."""
-        w, heads = query if key_gain is None else query * key_gain, self.arm.heads
-        keys = (rms_norm(wide(s[..., -len(w):]), None, self.eps) for s in sources)
-        weights = torch.stack([(key * w).unflatten(-1, (heads, -1)).sum(-1) for key in keys], dim=-1).softmax(-1)
-        mixture = weighted_sum(weights, [s.unflatten(-1, (heads, -1)) for s in sources])
-        return mixture.flatten(-2).to(sources[0].dtype), weights
+    def mix(self, query, key_gain, out_gain, *sources):
+        """query [r], key_gain [r] or None. Returns the normalised mixture [..., d] and weights [..., heads, K]."""
+        w, heads, scores = query if key_gain is None else query * key_gain, self.arm.heads, []
+        wides = [wide(s) for s in sources]  # one float32 copy of each, for its key and for the mixture
+        for key in (s[..., -len(w):] for s in wides):
+            products = (key * w).unflatten(-1, (heads, -1)).sum(-1)
+            scores.append(products * (key.square().mean(-1, keepdim=True) + self.eps).rsqrt())  # of the normalised key
+        weights = torch.stack(scores, dim=-1).softmax(-1)
+        mixture = weighted_sum(weights, [s.unflatten(-1, (heads, -1)) for s in wides]).flatten(-2)
+        return rms_norm(mixture, out_gain, self.eps).to(sources[0].dtype), weights
 
 
 class DeltaRoutes(Routes):
