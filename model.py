@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from prepare import BadInput, did_you_mean
-from route_kernel import Depth, choose_backend
+from route_kernel import Depth, choose_backend, inverse_rms
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading depth: `read` hands a sub-layer its normalised input, `write` takes its output, blocks end with `finish_block`
@@ -123,8 +123,8 @@ class SlicedRoutes(Routes):
         w, heads, scores = query if key_gain is None else query * key_gain, self.arm.heads, []
         wides = [wide(s) for s in sources]  # one float32 copy of each, for its key and for the mixture
         for key in (s[..., -len(w):] for s in wides):
-            products = (key * w).unflatten(-1, (heads, -1)).sum(-1)
-            scores.append(products * (key.square().mean(-1, keepdim=True) + self.eps).rsqrt())  # of the normalised key
+            scale = inverse_rms(key, w.new_full((), self.eps))[..., None]  # the score is that of the normalised key
+            scores.append((key * w).unflatten(-1, (heads, -1)).sum(-1) * scale)
         weights = torch.stack(scores, dim=-1).softmax(-1)
         mixture = weighted_sum(weights, [s.unflatten(-1, (heads, -1)) for s in wides]).flatten(-2)
         return rms_norm(mixture, out_gain, self.eps).to(sources[0].dtype), weights

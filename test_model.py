@@ -41,7 +41,7 @@ import prepare
 import route_kernel as rk
 import stats
 import train
-from model import (ARMS, GPT, DeltaRoutes, DepthAttention, GPTConfig, HeadLoss, Routes, Streams, canonical, find_arm)
+from model import ARMS, GPT, DeltaRoutes, DepthAttention, GPTConfig, HeadLoss, Routes, Streams, canonical, find_arm
 from prepare import BadInput, Failed, open_data, parse_flags
 from route_kernel import Depth, choose_backend, route
 
@@ -225,8 +225,10 @@ def test_whole_model_against_the_published_form(arch):
     assert abs(model(x, y)[1].item() - F.cross_entropy(want.flatten(0, 1), y.flatten()).item()) < 2e-6
 
 
-def check_gradients(model, loss):
-    """Backward of `loss()`, and every parameter's gradient along a random direction against central differences."""
+def check_gradients(model, x, y):
+    """Every parameter's gradient, along a random direction, against central differences."""
+    def loss():
+        return F.cross_entropy(F.linear(model.hidden(x), model.wte).flatten(0, 1), y.flatten())
     loss().backward()
     g = torch.Generator().manual_seed(5)
     for name, p in model.named_parameters():
@@ -246,13 +248,8 @@ def check_gradients(model, loss):
 
 @pytest.mark.parametrize("arch", ARMS)
 def test_gradients_against_finite_differences(arch):
-    """Every parameter's gradient, along a random direction, against central differences in float64."""
-    model = stir(tiny(arch, n_layer=3)).double()
-    x, y = tokens(1, 8)
-
-    def loss():
-        return F.cross_entropy(F.linear(model.hidden(x), model.wte).flatten(0, 1), y.flatten())
-    check_gradients(model, loss)
+    """In float64, for every parameter that learns."""
+    check_gradients(stir(tiny(arch, n_layer=3)).double(), *tokens(1, 8))
 
 
 def test_head_loss_equals_cross_entropy_and_its_gradients():
@@ -2822,12 +2819,8 @@ def test_rival_against_its_equations(arch):
 def test_rival_gradients_against_finite_differences(arch):
     """As for every arm, with the matrices and scalars that mix over depth moved as well; nothing is left without one."""
     model = stir_all(tiny(arch, n_layer=3, block_layers=1)).double()
-    x, y = tokens(1, 8)
-
-    def loss():
-        return F.cross_entropy(F.linear(model.hidden(x), model.wte).flatten(0, 1), y.flatten())
     assert all(p.requires_grad for p in model.parameters())
-    check_gradients(model, loss)
+    check_gradients(model, *tokens(1, 8))
     assert sum(model.get_parameter(n).grad.norm() > 0 for n in model.routing_names()) >= 0.6 * len(model.routing_names())
 
 

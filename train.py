@@ -981,7 +981,7 @@ def free_memory(device: torch.device) -> float:
     """Bytes that may still be taken on `device`; where the system does not say, infinitely many."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, TypeError):
         return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
     return math.inf
 
