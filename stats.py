@@ -693,15 +693,18 @@ def draw(out: dict, folder: Path) -> dict[str, str]:
         scales = list(dict.fromkeys(c["scale"] for c in shown))
         tall, wide = (len(scales) + 1) // 2, min(2, len(scales))
         fig, axes = plt.subplots(tall, wide, figsize=(3.4, 0.6 + 2 * tall), squeeze=False)
+        drawn = []
         for ax, scale in zip(axes.flat, scales):
-            for k, c in enumerate([c for c in shown if c["scale"] == scale][:6], 1):  # as many as there are colours
+            here = [c for c in shown if c["scale"] == scale][:6]  # as many as there are colours
+            drawn += here
+            for k, c in enumerate(here, 1):
                 path = [m for m in out["milestones"] if (m["scale"], m["arm"]) == (scale, c["arm"]) and m["tokens"]]
                 for side, colour in (("control", 0), ("treatment", k))[k > 1:]:
                     band(ax, [m["tokens"] / 1e6 for m in path], [m[f"{side}_nll"] for m in path], colour,
                          c["arm" if colour else side], marker="o", ms=2.5)
             ax.set(title=scale, xlabel="tokens (M)", ylabel="NLL (nats per token)" if ax in axes[:, 0] else "")
-            ax.legend()
-        save(fig, "figure3_milestones", f"NLL on the {out['split']} split: means over seeds, bands ±1 sd.", shown)
+            ax.legend(fontsize=5 if len(here) > 3 else None)
+        save(fig, "figure3_milestones", f"NLL on the {out['split']} split: means over seeds, bands ±1 sd.", drawn)
 
         if reads := [c for c in shown if c["js"] and c["treatment"] not in SAME_AS_BLOCK][:7]:
             fig, ax = plt.subplots(figsize=(3.4, 2.6))
