@@ -2,6 +2,14 @@
 
 Tests of every script, against independent computation: float64 transcriptions of the equations, finite differences,
 scipy, closed forms, the paper's numbers. No GPU is needed; the fused kernels run in Triton's interpreter.
+
+    Shared helpers and fixtures
+    prepare.py        -k prepare
+    model.py          -k model
+    route_kernel.py   -k kernel
+    train.py          -k train
+    eval.py           -k eval
+    stats.py          -k stats
 """
 from __future__ import annotations
 
@@ -50,22 +58,15 @@ torch.set_num_threads(1)  # the shapes are tiny: a second thread would wait for 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The model
+def pytest_generate_tests(metafunc):
+    """-k also matches the name of a file: without another one, `-k model` would select every test in test_model.py."""
+    metafunc.definition.getparent(pytest.Module).name = "tests"
 
-COUNTS = {  # the paper's Table 4 and the arithmetic of its parts: S and M, vocabulary 32,768
-    "plain": (119_753_280, 342_957_888), "block": (119_791_296, 343_039_424), "tied": (119_791_296, 343_039_424),
-    "rd": (119_800_512, 343_059_392), "average": (119_800_512, 343_059_392), "frozen_v": (119_800_512, 343_059_392),
-    "q_kv": (119_800_512, 343_059_392), "k_qv": (119_800_512, 343_059_392), "q_k_v": (119_809_728, 343_079_360),
-    # rivals: test_rival_counts_by_tensor derives each
-    "full": (119_791_296, 343_039_424), "full_rd": (119_800_512, 343_059_392), "mhar": (119_791_296, 343_039_424),
-    "lowrank": (119_755_392, 342_961_024), "delta": (119_788_992, 343_036_096), "delta_block": (119_788_992, 343_036_096),
-    "denseformer": (119_753_432, 342_958_212), "resformer": (119_753_280, 342_957_888),
-    "block_resformer": (119_791_296, 343_039_424), "depth_attention": (119_753_280, 342_957_888),
-    "mudd": (120_475_501, 344_933_637), "mudd_rd": (120_417_126, 344_542_746), "hc": (119_883_136, 343_238_688),
-    "mhc": (121_597_344, 346_952_784),
-}
-PAPER = list(ARMS)[:list(ARMS).index("q_k_v") + 1]  # the paper's arms and the groupings; the rivals follow
+
+# ---------------------------------------------------------------------------------------------------------
+# Shared
+
+
 TINY = dict(n_layer=6, n_embd=32, n_head=2, block_layers=2, context=16, vocab_size=61)
 
 
@@ -95,18 +96,6 @@ def tie(rd, block):
     return rd
 
 
-@pytest.mark.parametrize("arch", ARMS)
-def test_parameter_counts(arch):
-    assert arch in COUNTS, "a new arm states its exact count at S and M here"
-    for scale, want in zip(("S", "M"), COUNTS[arch]):
-        with torch.device("meta"):
-            model = GPT(GPTConfig.from_scale(scale, arch))
-        assert sum(p.numel() for p in model.parameters()) == want
-        d, L = model.config.n_embd, model.config.n_layer
-        assert arch not in PAPER or want == 32768 * d + L * (4 * d * d + 15 * d * d) + (2 * L + 1) * d + (0 if arch == "plain" else
-               (4 * L + 2) * d + L * d * (len(ARMS[arch].reads) - 1))
-
-
 def on_backend(backend):
     """Skip, with the reason, where the fused kernels cannot run."""
     try:
@@ -115,312 +104,9 @@ def on_backend(backend):
         pytest.skip(str(e))
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tied_queries_are_the_parent_bit_for_bit(dtype, backend):
-    """Paper, appendix B: two reads with one query's value; and the gradient of that query is the sum over the reads."""
-    on_backend(backend)
-    block = stir(tiny("block", n_layer=4, backend=backend))
-    rd = tie(tiny("rd", n_layer=4, backend=backend), block)
-    assert not torch.equal(rd.layers[3].attn_read.query["v"], torch.zeros(32))
-    x, y = tokens()
-    with evaluation.make_autocast(torch.device("cpu"), dtype)():
-        assert torch.equal(block(x), rd(x))
-        (_, a), (_, b) = block(x, y), rd(x, y)
-    assert torch.equal(a, b)
-    a.backward(), b.backward()
-    tolerance = 1e-5 if dtype == "float32" else 2e-2  # sums of two bfloat16-rounded gradients
-    for mine, theirs in zip(rd.layers, block.layers):
-        parent = theirs.attn_read.query["qkv"].grad
-        both = mine.attn_read.query["qk"].grad + mine.attn_read.query["v"].grad
-        assert (both - parent).norm() <= tolerance * parent.norm() + 1e-9
-
-
-@pytest.mark.parametrize("arch", [a for a in ARMS if ARMS[a].fused and issubclass(ARMS[a].depth, Depth)])
-def test_fused_model_equals_reference(arch):
-    on_backend("fused")
-    x, y = tokens()
-    a, b = (stir(tiny(arch, n_layer=4, backend=k)) for k in ("reference", "fused"))
-    la, lb = a(x), b(x)
-    assert (la - lb).norm() <= 1e-5 * la.norm()
-    a(x, y)[1].backward(), b(x, y)[1].backward()
-    exact = stir(tiny(arch, n_layer=4)).double()  # full_rd's gradients lose 2e-5 in float32 on either path: hold both to float64
-    F.cross_entropy(F.linear(exact.hidden(x), exact.wte).flatten(0, 1), y.flatten()).backward()
-    for (name, p), q, r in zip(a.named_parameters(), b.parameters(), exact.parameters()):
-        if p.grad is not None:
-            assert (q.grad - r.grad).norm() <= 1e-5 * r.grad.norm() + 2 * (p.grad - r.grad).norm(), name
-            assert arch not in PAPER or (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
-    with torch.no_grad():
-        records = [], []
-        a(x, record=records[0]), b(x, record=records[1])
-    assert len(records[0]) == len(records[1]) == 2 * 4 + 1 - 2 * arch.startswith("delta")
-    for u, v in zip(*records):
-        assert u.shape == v.shape and (u - v).abs().max() < 1e-5 and (u.sum(1) - 1).abs().max() < 1e-5
-
-
-def test_tied_arm_is_block_bit_for_bit():
-    block, tied = stir(tiny("block")), tiny("tied")
-    tied.load_state_dict(block.state_dict())
-    x, _ = tokens()
-    assert torch.equal(block(x), tied(x))
-
-
-def published_forward(model, idx):
-    """The parent's published form in float64, written from the paper alone: sources stacked, keys normalised, einsums."""
-    c, P = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
-    arm, eps, T = ARMS[c.arch], c.eps, idx.shape[1]
-    norm = lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-
-    def read(sources, prefix):
-        V = torch.stack(sources)
-        keys = norm(V) * P[prefix + ".key_gain"]
-        out = []
-        for n in [n for n in P if n.startswith(prefix + ".query.")]:
-            alpha = torch.einsum("d,kbtd->kbt", P[n], keys).softmax(0)
-            out.append(torch.einsum("kbt,kbtd->btd", alpha, V))
-        return out
-
-    def rope(x):  # [B, T, H, e] on neighbouring pairs
-        e = x.shape[-1]
-        theta = torch.arange(T).double()[:, None] * c.rope_base ** (-2 * torch.arange(e // 2).double() / e)
-        cos, sin, a, b = theta.cos()[:, None], theta.sin()[:, None], x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-
-    x = P["wte"][idx]
-    completed, partial, stream = [x], None, x
-    for l in range(c.n_layer):
-        pre = f"layers.{l}"
-        if l % c.block_layers == 0 and partial is not None:
-            completed, partial = completed + [partial], None
-        sources = lambda: completed + ([partial] if partial is not None else [])
-        if arm.reads:
-            hs = read(sources(), pre + ".attn_read")
-            if arm.combine:
-                hs = [(hs[0] + hs[1]) / 2]
-            feed = {r: hs[min(len(hs) - 1, next(i for i, g in enumerate(arm.reads) if r in g))] for r in "qkv"}
-        else:
-            feed = dict.fromkeys("qkv", stream)
-        q, k, v = ((norm(feed[r]) * P[pre + ".attn_norm"] @ w.T).unflatten(-1, (c.n_head, -1))
-                   for r, w in zip("qkv", P[pre + ".w_qkv"].chunk(3)))
-        scores = torch.einsum("bthe,bshe->bhts", rope(q), rope(k)) / math.sqrt(q.shape[-1])
-        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-        out = torch.einsum("bhts,bshe->bthe", scores.softmax(-1), v).flatten(-2) @ P[pre + ".w_o"].T
-        partial, stream = out if partial is None else partial + out, stream + out
-        h = norm(read(sources(), pre + ".mlp_read")[0] if arm.reads else stream) * P[pre + ".mlp_norm"]
-        gate, up = (h @ P[pre + ".w_gate_up"].T).chunk(2, -1)
-        out = (gate * gate.sigmoid() * up) @ P[pre + ".w_down"].T
-        partial, stream = partial + out, stream + out
-    final = read(completed + [partial], "out_read")[0] if arm.reads else stream
-    return norm(final) * P["out_norm"] @ P["wte"].T
-
-
-@pytest.mark.parametrize("arch", PAPER)
-def test_whole_model_against_the_published_form(arch):
-    """Logits and loss against an independent float64 transcription of the equations, routes far from uniform."""
-    model = stir(tiny(arch, n_layer=5))  # the last block is cut short
-    x, y = tokens()
-    want = published_forward(model, x)
-    got = model(x).double()
-    assert (got - want).norm() <= 2e-6 * want.norm()
-    assert abs(model(x, y)[1].item() - F.cross_entropy(want.flatten(0, 1), y.flatten()).item()) < 2e-6
-
-
-def check_gradients(model, x, y):
-    """Every parameter's gradient, along a random direction, against central differences."""
-    def loss():
-        return F.cross_entropy(F.linear(model.hidden(x), model.wte).flatten(0, 1), y.flatten())
-    loss().backward()
-    g = torch.Generator().manual_seed(5)
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            assert p.grad is None
-            continue
-        assert p.grad is not None, f"{name} would stall DistributedDataParallel"
-        way, h = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-6
-        with torch.no_grad():
-            p += h * way
-            up = loss()
-            p -= 2 * h * way
-            down = loss()
-            p += h * way
-        assert abs((p.grad * way).sum() - (up - down) / (2 * h)) < 1e-6, name
-
-
-@pytest.mark.parametrize("arch", ARMS)
-def test_gradients_against_finite_differences(arch):
-    """In float64, for every parameter that learns."""
-    check_gradients(stir(tiny(arch, n_layer=3)).double(), *tokens(1, 8))
-
-
-def test_head_loss_equals_cross_entropy_and_its_gradients():
-    g = torch.Generator().manual_seed(0)
-    h, w = torch.randn(37, 8, generator=g).requires_grad_(), torch.randn(50, 8, generator=g).requires_grad_()
-    t = torch.randint(50, (37,), generator=g)
-    want = F.cross_entropy(h.double() @ w.double().T, t)
-    dh, dw = torch.autograd.grad(want, (h, w))
-    got = HeadLoss.apply(h, w, t, 10)  # chunks that do not divide the rows
-    gh, gw = torch.autograd.grad(3 * got, (h, w))
-    assert abs(got - want) < 1e-6 and (gh - 3 * dh).abs().max() < 1e-6 and (gw - 3 * dw).abs().max() < 1e-6
-
-
-def test_layer_zero_and_zero_queries_get_no_gradient():
-    """One source leaves nothing to choose; at zero queries a key gain cannot matter (method: exactly 0)."""
-    x, y = tokens()
-    model = tiny("q_k_v")
-    model(x, y)[1].backward()
-    for layer in model.layers:
-        assert all(r.key_gain.grad.abs().max() == 0 for r in (layer.attn_read, layer.mlp_read))
-    assert model.layers[1].attn_read.query["v"].grad.abs().max() > 0
-    model = stir(tiny("q_k_v"))
-    model(x, y)[1].backward()
-    first = model.layers[0].attn_read
-    assert first.key_gain.grad.abs().max() == 0 and all(q.grad.abs().max() == 0 for q in first.query.values())
-    assert model.layers[1].attn_read.key_gain.grad.abs().max() > 0
-
-
-def test_every_arm_starts_as_plain_and_from_the_same_weights():
-    x, y = tokens()
-    plain = tiny("plain", n_embd=64)
-    base = plain(x, y)[1].item()
-    for arch in ARMS:
-        model = tiny(arch, n_embd=64)
-        for name, p in plain.named_parameters():
-            assert torch.equal(p, model.get_parameter(name)), f"{arch}: {name} starts elsewhere"
-        assert abs(model(x, y)[1].item() / base - 1) < 1e-2
-        assert train.starting_hash(model) == train.starting_hash(plain)
-    assert not torch.equal(plain.wte, tiny("plain", n_embd=64, seed=2).wte)
-    std = plain.layers[0].w_o.std().item()
-    assert abs(std - 0.02) < 0.001, "output projections are not scaled by depth"
-
-
-@pytest.mark.parametrize("arch", ARMS)
-def test_causality(arch):
-    model = stir(tiny(arch))
-    x, _ = tokens()
-    changed = x.clone()
-    changed[:, 9] = (x[:, 9] + 1) % 61
-    a, b = model(x), model(changed)
-    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
-
-
-def test_average_is_degenerate():
-    """Two queries that start equal and enter symmetrically get equal gradients: they never part (README, known limits)."""
-    model, block = tiny("average"), tiny("block")
-    settings = dict(lr=0.01, weight_decay=0.1, route_lr_mult=1.0, beta1=0.9, beta2=0.95, adam_eps=1e-8)
-    opt, opt_block = train.make_optimizer(model, settings), train.make_optimizer(block, settings)
-    for n in range(5):
-        x, y = tokens(seed=n)
-        for m, o in ((model, opt), (block, opt_block)):
-            loss = m(x, y)[1]
-            loss.backward()
-            train.update(m, o, 0.01, 0.0)
-        for layer in model.layers:
-            assert torch.equal(layer.attn_read.query["qk"], layer.attn_read.query["v"])
-    a, b = model(x, y)[1].item(), block(x, y)[1].item()
-    assert abs(a - b) < 1e-4 and model.layers[3].attn_read.query["v"].abs().max() > 0
-
-
-def test_decay_groups():
-    """Decay on matrices, the tied embedding included; none on gains or routes; frozen queries nowhere."""
-    model = tiny("frozen_v")
-    groups = {g["kind"]: g for g in model.param_groups(1e-3, 0.1, 2.0)}
-    assert {n.split(".")[-1] for n in groups["matrices"]["names"]} == {"wte", "w_qkv", "w_o", "w_gate_up", "w_down"}
-    assert {n.split(".")[-1] for n in groups["gains"]["names"]} == {"attn_norm", "mlp_norm", "out_norm", "key_gain"}
-    assert {n.split(".")[-1] for n in groups["queries"]["names"]} == {"qk", "mlp", "out"}
-    assert (groups["matrices"]["weight_decay"], groups["gains"]["weight_decay"], groups["queries"]["weight_decay"]) == (0.1, 0, 0)
-    assert groups["queries"]["lr"] == 2e-3
-    named = [n for g in groups.values() for n in g["names"]]
-    assert sorted(named) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
-    # a stacked [L, d] tensor of queries is two-dimensional, and a routing parameter all the same
-    model.layers[0].attn_read.key_gain = torch.nn.Parameter(torch.ones(4, 32))
-    names = {g["kind"]: g["names"] for g in model.param_groups(1e-3, 0.1)}
-    assert "layers.0.attn_read.key_gain" in names["gains"]
-
-
-@pytest.mark.parametrize("arch", ARMS)
-def test_generation_repeats_and_takes_long_prompts(arch):
-    model = tiny(arch)
-    prompt = torch.arange(40)[None] % 61  # longer than the context of 16
-    a, b = (model.generate(prompt, 5, top_k=20, generator=torch.Generator().manual_seed(7)) for _ in range(2))
-    assert torch.equal(a, b) and a.shape == (1, 45)
-    greedy = model.generate(prompt, 1, temperature=0)
-    assert greedy[0, -1] == model(prompt[:, -16:])[0, -1].argmax()
-
-
-def test_another_arms_weights():
-    block = stir(tiny("block"))
-    for mine, theirs in (("plain", "block"), ("full", "block"), ("mhar", "block"), ("hc", "plain"), ("resformer", "plain")):
-        with pytest.raises(BadInput, match=f"{mine} cannot start from {theirs}: they mix over depth in different ways"):
-            tiny(mine).load_from(tiny(theirs).state_dict(), theirs)
-    with pytest.raises(BadInput, match="q_kv cannot start from k_qv: it has nothing for .*query.kv"):
-        tiny("q_kv").load_from(tiny("k_qv").state_dict(), "k_qv")
-    with pytest.raises(BadInput, match="is .* here and"):
-        tiny("block").load_from(tiny("block", n_embd=64).state_dict(), "block")
-    model = tiny("q_k_v")
-    model.load_from(block.state_dict(), "block")
-    assert all(torch.equal(q, block.layers[2].attn_read.query["qkv"]) for q in model.layers[2].attn_read.query.values())
-    frozen = tiny("frozen_v")
-    frozen.load_from(block.state_dict(), "block")
-    assert all(x.attn_read.query["v"].abs().max() == 0 for x in frozen.layers), "or it were that control no more"
-    x, y = tokens()
-    model = tiny("rd", n_embd=64)
-    parent = stir(tiny("plain", n_embd=64))
-    model.load_from(parent.state_dict(), "plain")
-    assert abs(model(x, y)[1] / parent(x, y)[1] - 1) < 1e-2  # zero queries: plain's function, up to the norms' eps
-
-
-def test_config_names_every_problem():
-    with pytest.raises(BadInput) as e:
-        GPTConfig(n_layer=0, n_embd=-1, residual_dtype="int8")
-    assert len(str(e.value).splitlines()) == 3
-    with pytest.raises(BadInput, match="nearest n_head: 36"):
-        GPTConfig(n_embd=576, n_head=37)
-    with pytest.raises(BadInput, match="did you mean block"):
-        GPTConfig(arch="blok")
-    with pytest.raises(BadInput, match="17 tokens do not fit the context of 16"):
-        tiny()(torch.zeros(1, 17, dtype=torch.long))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Training
-
-
-def test_schedule():
-    """Method, section 2, at the paper's length."""
-    N = math.ceil(2e9 / 32768)
-    W = train.warmup_steps(N, 0.02)
-    assert (N, W) == (61036, 1221)
-    assert train.lr_at(1, N, W, 3e-4) == pytest.approx(3e-4 / 1221, rel=1e-12)
-    assert train.lr_at(W, N, W, 3e-4) == 3e-4 and train.lr_at(N, N, W, 3e-4) == pytest.approx(3e-5, rel=1e-12)
-    middle = (N + W) // 2
-    assert train.lr_at(middle, N, W, 3e-4) == pytest.approx(3e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * (middle - W) / (N - W)))), rel=1e-12)
-    assert [m * 32768 for m in train.milestones(N, None)] == [250_019_840, 500_006_912, 1_000_013_824, 2_000_027_648]
-    assert train.milestones(N, 15_259) == [7630, 15259]
-    assert train.milestones(1, None) == [1] and train.lr_at(1, 1, train.warmup_steps(1, 0.02), 1.0) == 1.0
-    assert train.milestones(N, 10) == [10]
-
-
 def write_bin(path, n, vocab=61, seed=0):
     np.random.RandomState(seed).randint(0, vocab, n).astype("<u2").tofile(path)
     return path
-
-
-def test_data_order(tmp_path):
-    """Pure in (seed, B, T, n); every window once an epoch; batches run across epoch ends; shifted targets."""
-    path = write_bin(tmp_path / "train.bin", 16 * 10 + 5)
-    b = train.Batches(path, 16, 4, seed=5)
-    assert b.n == 10
-    flat = np.concatenate([b.indices(s) for s in range(5)])  # two epochs of 10 in five batches of 4
-    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and list(flat[:10]) != list(flat[10:])
-    expect = np.concatenate([np.random.RandomState([5, e]).permutation(10) for e in (0, 1)])
-    assert np.array_equal(flat, expect)
-    assert np.array_equal(b.indices(3), train.Batches(path, 16, 4, seed=5).indices(3)), "a later step alone gives the same"
-    bin = np.fromfile(path, "<u2")
-    for ranks in (1, 2, 4):
-        for micro in (1, 4 // ranks):
-            rows = [torch.cat((x, y[:, -1:]), 1) for r in range(ranks) for x, y in b.micro(2, micro, r, ranks)]
-            got = sorted(map(tuple, torch.cat(rows).tolist()))
-            assert got == sorted(tuple(bin[i * 16:i * 16 + 17].tolist()) for i in b.indices(2))
 
 
 FLAGS = dict(scale="nano", n_layer=4, n_embd=32, n_head=2, block_layers=2, context=16, batch_size=4, micro_batch=4, max_steps=12,
@@ -487,828 +173,17 @@ def the_run(runs, arch):
     return next(Path(runs).glob(f"nano-{arch}-s123-*"))
 
 
-def test_a_run_is_what_the_contract_says(toy_runs):
-    folder = the_run(toy_runs, "rd")
-    assert folder.name == "nano-rd-s123-datadata-steps12-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32"
-    c = json.loads((folder / "config.json").read_text())
-    assert {"arch", "scale", "seed", "backend", "max_steps", "tokens_per_step", "n_params", "data_fingerprint", "torch", "triton", "python",
-            "device", "git_commit", "git_dirty", "probe", "init_sha256"} <= set(c)
-    assert not any(isinstance(v, dict) for k, v in c.items() if k != "probe")
-    lines = timeless(folder)
-    steps = [x for x in lines if x["kind"] == "train"]
-    assert [x["step"] for x in steps] == list(range(1, 13)) and [x["tokens"] for x in steps] == [64 * n for n in range(1, 13)]
-    assert [x["lr"] for x in steps] == [train.lr_at(n, 12, 1, 3e-3) for n in range(1, 13)]
-    evals = [x for x in lines if x["kind"] == "eval"]
-    assert [x["step"] for x in evals] == [2, 3, 6, 12] and all(x["eval_tokens"] == 320 and len(x["js"]) == 4 for x in evals)
-    assert evals[-1]["js"][0] == 0 and evals[-1]["js_mean"] == pytest.approx(sum(evals[-1]["js"][1:]) / 3, rel=1e-12)
-    assert lines[-1] == dict(kind="end", status="complete", step=12, tokens=768)
-    windows = np.load(folder / "eval" / "val-000012.npy")
-    assert windows.dtype == np.float64 and windows.shape == (20,) and windows.mean() == pytest.approx(evals[-1]["nll"], abs=1e-12)
-    assert evals[-1]["ppl"] == pytest.approx(math.exp(evals[-1]["nll"]))
-    plan = json.loads((toy_runs / "plan.json").read_text())["plans"][0]
-    assert plan["arms"] == ["block", "rd"] and plan["runs"][1] == folder.name
-    a, b = (json.loads((the_run(toy_runs, x) / "config.json").read_text()) for x in ("block", "rd"))
-    assert a["init_sha256"] == b["init_sha256"]
+# ---------------------------------------------------------------------------------------------------------
+# prepare.py
 
 
-def test_first_loss_is_the_untrained_models(toy_runs, toy):
-    """The logged loss of step 1 is that before the update, on the windows that the data order names."""
-    folder = the_run(toy_runs, "block")
-    c = json.loads((folder / "config.json").read_text())
-    bin = np.fromfile(toy / "train.bin", "<u2").astype(np.int64)
-    index = np.random.RandomState([123, 0]).permutation((len(bin) - 1) // 16)[:4]
-    ids = torch.from_numpy(np.stack([bin[i * 16:i * 16 + 17] for i in index]))
-    want = published_forward(GPT(evaluation.model_config(c), seed=123), ids[:, :-1])
-    want = F.cross_entropy(want.flatten(0, 1), ids[:, 1:].flatten()).item()
-    assert timeless(folder)[0]["loss"] == pytest.approx(want, abs=1e-6)
-
-
-def test_eval_command_repeats_what_training_logged(toy_runs, toy):
-    folder = the_run(toy_runs, "rd")
-    logged = [x for x in timeless(folder) if x["kind"] == "eval"][-1]
-    stored = (folder / "eval" / "val-000012.npy").read_bytes()
-    (folder / "eval" / "val-000012.npy").unlink()
-    done = run_command("eval.py", folder, "--device=cpu")
-    assert done.returncode == 0, done.stderr
-    assert f"{logged['nll']:.6f}" in done.stdout and f"{logged['bits_per_byte']:.5f}" in done.stdout
-    assert (folder / "eval" / "val-000012.npy").read_bytes() == stored
-    # bits per byte by hand: NLL over ln 2 and the UTF-8 bytes of the targets, EOS counting 0
-    ids = np.fromfile(toy / "val.bin", "<u2")[1:321]
-    n_bytes = len(open_data(toy).tokenizer().decode([i for i in ids if i != 3], skip_special_tokens=False).encode())
-    assert logged["bits_per_byte"] == pytest.approx(logged["nll"] * 320 / math.log(2) / n_bytes, rel=1e-9)
-
-
-def test_evaluation_does_not_depend_on_its_batch(toy_runs, toy):
-    model, c, _ = evaluation.load_run(the_run(toy_runs, "rd"), torch.device("cpu"))
-    data, cpu = open_data(toy), torch.device("cpu")
-    results = [evaluation.evaluate(model, data, "val", 20, b, cpu, evaluation.make_autocast(cpu, "float32")) for b in (1, 3, 7, 20)]
-    for r in results[1:]:
-        assert abs(r["nll"] - results[0]["nll"]) < 1e-9 and np.allclose(r["js"], results[0]["js"], atol=1e-9)
-        assert r["bits_per_byte"] == pytest.approx(results[0]["bits_per_byte"], rel=1e-9)
-
-
-def test_js_divergence():
-    p, q = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([0.2, 0.3, 0.5])
-    from scipy.spatial.distance import jensenshannon
-    got = evaluation.js_divergence(p[:, None], q[:, None]).item()
-    assert got == pytest.approx(jensenshannon(p.double(), q.double()) ** 2, abs=1e-6)
-    assert evaluation.js_divergence(torch.eye(2)[0], torch.eye(2)[1]).item() == pytest.approx(math.log(2), abs=1e-6)
-
-
-def test_twice_the_same_command_twice_the_same_run(toy_runs, toy, tmp_path):
-    code, folder = train_here(tmp_path, toy, arch="rd")
-    assert code == 0 and timeless(folder) == timeless(the_run(toy_runs, "rd"))
-    same_state(folder, the_run(toy_runs, "rd"))
-
-
-@pytest.mark.parametrize("stop_at", [1, 3, 7, 12])
-def test_resume_is_exact(toy_runs, toy, tmp_path, stop_at, monkeypatch):
-    """A signal at any step, then the same command: the bytes of an undisturbed run, across an epoch end as well."""
-    real, number = train.update, signal.SIGINT if stop_at == 7 else signal.SIGTERM
-    bin = toy / "train.bin"
-    assert (bin.stat().st_size // 2 - 1) // 16 < 12 * 4, "the run is to cross an epoch's end"
-
-    def update(model, optimizer, lr, clip):
-        update.calls += 1
-        if update.calls == stop_at:
-            train.STOP["signal"] = number
-        return real(model, optimizer, lr, clip)
-    update.calls = 0
-    monkeypatch.setattr(train, "update", update)
-    train.probe()  # its own updates do not count
-    update.calls = 0
-    code, folder = train_here(tmp_path, toy, arch="rd")
-    train.STOP["signal"] = 0
-    assert code == 128 + number and timeless(folder)[-1]["status"] == "stopped"
-    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == stop_at
-    monkeypatch.undo()
-    assert train.main(as_flags(data=toy, out=tmp_path, arch="rd")) == 0
-    assert timeless(folder) == timeless(the_run(toy_runs, "rd"))
-    same_state(folder, the_run(toy_runs, "rd"))
-
-
-def test_kill_during_a_save_leaves_the_previous_checkpoint(toy, tmp_path):
-    """SIGKILL at the moment of the rename, the worst one; the restart ends as if nothing had been."""
-    script = ("import os, sys, train\n"
-              "real, calls = os.replace, [0]\n"
-              "def replace(a, b):\n"
-              "    if str(b).endswith('ckpt.pt'):\n"
-              "        calls[0] += 1\n"
-              "        if calls[0] == 3: os.kill(os.getpid(), 9)\n"
-              "    real(a, b)\n"
-              "os.replace = replace\n"
-              "train.main(sys.argv[1:])\n")
-    flags = as_flags(data=toy, out=tmp_path, arch="block")
-    done = run_command("-c", script, *flags)
-    folder = next(tmp_path.glob("nano-*"))
-    assert done.returncode == -9 and torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 3
-    assert (folder / "lock").exists(), "the killed process could not remove its lock; the next one takes it over"
-    assert train.main(flags) == 0
-    code, straight = train_here(tmp_path / "straight", toy, arch="block")
-    assert timeless(folder) == timeless(straight)
-    same_state(folder, straight)
-    assert not (folder / "lock").exists()
-
-
-def test_accumulation_changes_nothing(toy, tmp_path):
-    runs = [train_here(tmp_path / str(m), toy, arch="rd", micro_batch=m, tag=f"m{m}")[1] for m in (4, 2, 1)]
-    first = timeless(runs[0])
-    for other in map(timeless, runs[1:]):
-        for a, b in zip(first, other):
-            for key in ("loss", "grad_norm", "nll"):
-                assert key not in a or a[key] == pytest.approx(b[key], rel=1e-6)
-    a, b = (torch.load(r / "ckpt.pt", weights_only=True)["model"] for r in (runs[0], runs[2]))
-    moved = math.sqrt(sum((a[k] - b[k]).square().sum().item() for k in a) / sum(a[k].square().sum().item() for k in a))
-    assert moved < 1e-5
-
-
-def test_early_stop_keeps_the_schedule(toy_runs, toy, tmp_path):
-    code, folder = train_here(tmp_path, toy, arch="rd", stop_tokens=6 * 64)
-    lines, whole = timeless(folder), timeless(the_run(toy_runs, "rd"))
-    assert "-stop6-" in folder.name and lines[-1] == dict(kind="end", status="complete", step=6, tokens=384)
-    assert lines[:-1] == [x for x in whole if x["step"] <= 6]
-
-
-def test_finished_runs_are_skipped_and_a_failing_one_does_not_end_a_sweep(toy, tmp_path, capsys):
-    flags = as_flags(data=toy, out=tmp_path, arch="block", seed="1,2", max_steps=4)
-    for folder in ("nano-block-s1-datadata-steps4-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32",):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "ckpt.pt").write_bytes(b"not a checkpoint")
-        (tmp_path / folder / "config.json").write_text("{}")
-    assert train.main(flags) == 1
-    out = capsys.readouterr().out
-    assert "1 failed; 1 complete" in out and "s1-" in out.split("failed: ")[1]
-    assert train.main(flags) == 1
-    assert "1 done" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "plan.json").read_text())["plans"]) == 1
-
-
-def test_divergence_is_caught_and_marked(toy, tmp_path, monkeypatch):
-    real = train.accumulate
-    calls = [0]
-
-    def accumulate(*a):
-        calls[0] += 1
-        return real(*a) * (math.nan if calls[0] == 8 else 1)
-    monkeypatch.setattr(train, "accumulate", accumulate)
-    with pytest.raises(Failed, match="step 8 is not finite"):
-        train_here(tmp_path, toy, arch="rd")
-    folder = next(tmp_path.glob("nano-*"))
-    lines = timeless(folder)  # strict JSON: json.loads would let NaN through, so look
-    assert "NaN" not in (folder / "metrics.jsonl").read_text()
-    assert lines[-1]["status"] == "diverged" and lines[-1]["step"] == 8 and lines[-2]["step"] == 7
-    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 6
-    with pytest.raises(Failed, match="diverged; the same command"):
-        train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
-
-
-def test_resume_with_other_settings_is_refused(toy_runs, toy, tmp_path):
-    """A folder that was begun with other settings, data or code is not continued; every difference is named. A complete
-    run that other code made is left alone: whether it pairs is for stats.py to say."""
-    folder = tmp_path / the_run(toy_runs, "rd").name
-    shutil.copytree(the_run(toy_runs, "rd"), folder)
-    c, metrics = json.loads((folder / "config.json").read_text()), (folder / "metrics.jsonl").read_text()
-    before = (folder / "ckpt.pt").read_bytes()
-    go = lambda: train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
-    for change, words in ((dict(lr=1.0, data_fingerprint="x"), ["lr: 1.0 before, 0.003 now", "data_fingerprint: x before"]),
-                          (dict(probe={**c["probe"], "rd": [0.0] * 7}), ["the code:"])):
-        (folder / "config.json").write_text(json.dumps({**c, **change}))
-        (folder / "metrics.jsonl").write_text(metrics.replace('"complete"', '"stopped"'))
-        with pytest.raises(BadInput) as e:
-            go()
-        assert all(w in str(e.value) for w in words)
-    (folder / "metrics.jsonl").write_text(metrics)
-    assert go() == 0
-    (folder / "config.json").write_text(json.dumps({**c, "lr": 1.0}))
-    with pytest.raises(BadInput, match="lr: 1.0 before"):
-        go()
-    assert (folder / "ckpt.pt").read_bytes() == before and (folder / "metrics.jsonl").read_text() == metrics
-
-
-def test_a_lock_is_respected_and_a_dead_one_taken_over(tmp_path):
-    lock = tmp_path / "lock"
-    with train.claim(lock, "it"):
-        with pytest.raises(train.Busy, match=f"process {os.getpid()} of this host"):
-            with train.claim(lock, "it"):
-                pass
-    assert not lock.exists()
-    lock.write_text(json.dumps(dict(host=socket.gethostname(), pid=2 ** 22 - 3, started="1", time="then")))
-    with train.claim(lock, "it"):
-        assert json.loads(lock.read_text())["pid"] == os.getpid()
-    lock.write_text(json.dumps(dict(host="elsewhere", pid=1, started="1", time="then")))
-    with pytest.raises(train.Busy, match="elsewhere.*--force"):
-        with train.claim(lock, "it"):
-            pass
-    with train.claim(lock, "it", force=True):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_upcycling_starts_as_its_parent(toy_runs, toy, tmp_path):
-    parent = the_run(toy_runs, "block")
-    code, folder = train_here(tmp_path, toy, arch="rd", init_from=parent, max_steps=4)
-    first = next(x for x in timeless(folder) if x["kind"] == "eval")
-    last = [x for x in timeless(parent) if x["kind"] == "eval"][-1]
-    assert first["step"] == 0 and first["nll"] == last["nll"] and first["js"] == [0.0] * 4
-    with pytest.raises(BadInput, match="would mean something else, n_head is 2 there and 4 here"):
-        train_here(tmp_path, toy, arch="rd", init_from=parent, max_steps=4, n_head=4)
-
-
-def test_freeze(toy, tmp_path):
-    _, folder = train_here(tmp_path, toy, arch="rd", freeze="*.query.v", max_steps=4)
-    model, c, _ = evaluation.load_run(folder, torch.device("cpu"))
-    assert all(x.attn_read.query["v"].abs().max() == 0 for x in model.layers) and c["n_params_frozen"] == 4 * 32
-    assert model.layers[1].attn_read.query["qk"].abs().max() > 0
-    for pattern, word in (("nothing", "no"), ("*", "every")):
-        with pytest.raises(BadInput, match=f"matches {word} parameter"):
-            train_here(tmp_path, toy, arch="rd", freeze=pattern, max_steps=4)
-
-
-def test_names():
-    """Settings that are not the scale's default enter a run's name, in order; machine settings never."""
-    name = lambda **kw: train.resolve(train.Flags(device="cpu", **kw), torch.device("cpu"), 1)["name"]
-    assert name(arch="rd", scale="S", seed=123) == "S-rd-s123"
-    assert name(arch="rd", scale="S", seed=7, lr=3e-4, max_tokens=2_000_000_000, batch_size=32, context=1024) == "S-rd-s7"
-    assert name(arch="rd", scale="nano", lr=6e-4) == "nano-rd-s123-lr6e-4"
-    assert name(arch="block", scale="S", micro_batch=2, compile=True, tag="x") == "S-block-s123-x"
-    assert name(arch="rd", scale="S", stop_tokens=500_000_000) == "S-rd-s123-stop15259"
-    assert name(arch="rd", scale="M", backend="reference", grad_clip=0.0, residual_dtype="float32") \
-        == "M-rd-s123-clip0-residualfloat32-backendreference"
-
-
-def test_micro_batch_and_ranks():
-    resolve = lambda ranks, **kw: train.resolve(train.Flags(scale="S", device="cpu", **kw), torch.device("cpu"), ranks)
-    assert resolve(1)["micro_batch"] == 8 and resolve(4, batch_size=12)["micro_batch"] == 3
-    with pytest.raises(BadInput, match="batch_size=32 does not divide among 3 ranks; nearest: 30 or 33"):
-        resolve(3)
-    with pytest.raises(BadInput, match="micro_batch=5 .*nearest: 4 or 8"):
-        resolve(1, micro_batch=5)
-
-
-@pytest.mark.parametrize("words, flags", [
-    (["unknown flag --lrr; did you mean --lr?"], ["--lrr=1"]),
-    (["--max_steps=1.5 wants a whole number", "--lr=x wants a number"], ["--max_steps=1.5", "--lr=x"]),
-    (["did you mean frozen_v?"], ["--arch=frozenv", "--scale=nano"]),
-    (["--scale=L wants one of S, M, nano"], ["--scale=L"]),
-    (["give --max_steps or --max_tokens, not both"], ["--max_steps=5", "--max_tokens=1e6"]),
-    (["data/none", "prepare.py"], ["--data=data/none"]),
-    (["lies beyond the schedule"], ["--max_steps=5", "--stop_tokens=1e9"]),
-    (["--batch_size=0 must be at least 1"], ["--batch_size=0"]),
-    (["no GPU is visible"], ["--device=cuda"]),
-    (["is not a usable folder name"], ["--scale=nano", "--tag=a/b"]),
-    (["--arch=: no such arm.", "did you mean block?"], ["--arch=rd,,blok"]),
-])
-def test_bad_training_input(words, flags, tmp_path):
-    if "--device=cuda" in flags and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    done = run_command("train.py", *flags, f"--out={tmp_path}")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert all(w in done.stderr for w in words), done.stderr
-    assert all(line.startswith("error: ") for line in done.stderr.strip().splitlines())
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("words, flags", [
-    (["tokens, the paper's slice is 10,485,760", "--shards=3"], dict(scale="S", context=16)),
-    (["training tokens are asked for and", "--repeat_data"], dict(scale="S", eval_tokens=64, context=16, max_tokens=10 ** 7)),
-    (["less than one window of 4096 + 1"], dict(scale="nano", context=4096)),
-])
-def test_data_too_small_for_the_run(words, flags, toy, tmp_path):
-    with pytest.raises(BadInput) as e:
-        train.main([f"--{k}={v}" for k, v in flags.items()] + [f"--data={toy}", f"--out={tmp_path}", "--device=cpu"])
-    assert all(w in str(e.value) for w in words) and not list(tmp_path.iterdir())
-
-
-def test_a_benchmark_times_every_arm_beside_the_first(monkeypatch, capsys):
-    """Where memory holds two workers at a time, each later arm is timed in a group with the first."""
-    alive, most, rounds = [], [], []
-
-    class Worker:
-        def __init__(self, command, **_):
-            self.arch = next((word[7:] for word in command if word.startswith("--arch=")), "rd")
-            alive.append(self.arch)
-            most.append(len(alive))
-
-        def kill(self):
-            alive.remove(self.arch)
-
-        def wait(self):
-            return 0
-
-    def ask(worker, steps, label):
-        seconds = {"block": 2.0, "plain": 1.0, "rd": 4.0}[worker.arch]
-        if steps is not None:
-            rounds.append(worker.arch)
-        return dict(seconds=seconds * (steps or 1), memory=10 ** 9, tokens=100, dtype="float32", backend="reference", micro_batch=1,
-                    batch_size=1, routing=3, flops_per_token=10 ** 6)
-
-    for name, fake in (("ask", ask), ("free_memory", lambda device: 0.0), ("matmul_rate", lambda *_: 1e9)):
-        monkeypatch.setattr(train, name, fake)
-    monkeypatch.setattr(train.subprocess, "Popen", Worker)
-    members = parse_flags(train.Flags, ["--arch=block,plain,rd", "--scale=nano", "--rounds=2"], "", lists=True)
-    assert train.benchmark(members, torch.device("cpu")) == 0
-    out = capsys.readouterr().out
-    assert not alive and max(most) == 2 and rounds == ["plain", "block", "block", "plain", "rd", "block", "block", "rd"]
-    for row in ("| block | reference, float32 | 50 | 1.000 (1.000-1.000) | 5.0% |",
-                "| plain | reference, float32 | 100 | 2.000 (2.000-2.000) | 10.0% |",
-                "| rd | reference, float32 | 25 | 0.500 (0.500-0.500) | 2.5% |"):
-        assert row in out
-
-
-def test_compiled_and_plain_checkpoints_are_the_same_file(monkeypatch):
-    """No _orig_mod. prefixes, no second copy of the tied weights; compiled layers compute the same."""
-    a, b = stir(tiny("rd")), stir(tiny("rd"), seed=4)
-    train.compile_layers(a, backend="eager")  # needs no C++ compiler
-    x, y = tokens()
-    a(x, y)[1].backward()
-    assert list(a.state_dict()) == list(b.state_dict()) and "lm_head" not in str(list(a.state_dict()))
-    b.load_state_dict(a.state_dict())
-    assert torch.allclose(a(x), b(x), atol=1e-6)
-    a.load_state_dict(b.state_dict())
-    assert a.wte.grad is not None and sum(p.numel() for p in a.parameters()) == a.count()["total"]
-    torch._dynamo.reset()
-
-
-def test_flags_take_every_usual_form():
+def test_prepare_flags_take_every_usual_form():
     parse = lambda *argv: parse_flags(train.Flags, list(argv), "", lists=True)
     f = parse("--lr=1", "--max_steps=1e3", "--compile=false", "--no-deterministic", "--data=a=b", "--seed", "7", "--force")[0]
     assert (f.lr, f.max_steps, f.compile, f.deterministic, f.data, f.seed, f.force) == (1.0, 1000, False, False, "a=b", 7, True)
     assert [(x.arch, x.seed) for x in parse("--arch=block,rd", "--seed=1,2")] == [("block", 1), ("block", 2), ("rd", 1), ("rd", 2)]
     with pytest.raises(BadInput, match="--lr needs a value"):
         parse("--lr")
-
-
-def test_a_full_disk_loses_nothing(toy, tmp_path, monkeypatch):
-    """No space during a save: one line, exit code 2, and the previous checkpoint loads."""
-    real, calls = torch.save, [0]
-
-    def save(obj, f):
-        calls[0] += 1
-        if calls[0] == 3:
-            f.write(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(obj, f)
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError):
-        train_here(tmp_path, toy, arch="rd")
-    folder = next(tmp_path.glob("nano-*"))
-    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 3
-    assert not list(folder.glob(".*")), "nothing half written stays"
-    monkeypatch.undo()
-    code, straight = train_here(tmp_path / "straight", toy, arch="rd")
-    assert train.main(as_flags(data=toy, out=tmp_path, arch="rd")) == 0
-    assert timeless(folder) == timeless(straight)
-
-
-def test_too_little_disk_is_said_before_the_start(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(BadInput, match="need .* GB and 0.00 GB are free"):
-        train_here(tmp_path, toy, arch="rd")
-
-
-def test_two_ranks_train_as_one(toy, toy_runs, tmp_path):
-    """gloo, two processes: the same samples, losses and norms within float32's rounding; only rank 0 writes."""
-    done = run_command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
-                       *as_flags(data=toy, out=tmp_path, arch="rd", micro_batch=2))
-    assert done.returncode == 0, done.stderr[-2000:]
-    two, one = timeless(next(tmp_path.glob("nano-*"))), timeless(the_run(toy_runs, "rd"))
-    assert len(two) == len(one)
-    for a, b in zip(two, one):
-        for key in ("loss", "grad_norm"):
-            assert key not in a or a[key] == pytest.approx(b[key], rel=1e-6)
-        assert "nll" not in a or abs(a["nll"] - b["nll"]) < 1e-6
-
-
-@pytest.mark.parametrize("what", ["missing", "no checkpoint", "other shape", "cut short", "other tokenizer"])
-def test_bad_evaluation_input(toy_runs, tmp_path, what):
-    folder = tmp_path / "run"
-    if what != "missing":
-        shutil.copytree(the_run(toy_runs, "rd"), folder)
-    c = json.loads((the_run(toy_runs, "rd") / "config.json").read_text())
-    words = {"missing": "is not a folder", "no checkpoint": "has no ckpt.pt", "other shape": "does not fit its config.json",
-             "cut short": "does not load", "other tokenizer": "another tokenizer"}[what]
-    if what == "no checkpoint":
-        (folder / "ckpt.pt").unlink()
-    elif what == "other shape":
-        (folder / "config.json").write_text(json.dumps({**c, "n_embd": 64}))
-    elif what == "cut short":
-        (folder / "ckpt.pt").write_bytes((folder / "ckpt.pt").read_bytes()[:5000])
-    elif what == "other tokenizer":
-        (folder / "config.json").write_text(json.dumps({**c, "tokenizer_sha256": "0" * 64}))
-    with pytest.raises(BadInput, match=words):
-        evaluation.main([str(folder), "--device=cpu"])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The depth route
-
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
-
-
-ROUTE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROUTE_BACKENDS = ["reference"]
-if rk.triton is not None and (rk.INTERPRETED or ROUTE_DEVICE == "cuda"):
-    ROUTE_BACKENDS.append("fused")
-route_fused = pytest.mark.skipif("fused" not in ROUTE_BACKENDS, reason="needs triton")
-
-
-def published_route(sources, queries, key_gain, out_gain=None, eps=1e-6):
-    """The read in the form its authors publish: stack, normalise, two einsums. Slow, plain, and the oracle here."""
-    values = torch.stack(sources)
-    keys = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * key_gain
-    weights = torch.einsum("rd,k...d->rk...", queries, keys).softmax(1)
-    mixtures = torch.einsum("rk...,k...d->r...d", weights, values)
-    if out_gain is not None:
-        mixtures = mixtures * torch.rsqrt(mixtures.square().mean(-1, keepdim=True) + eps) * out_gain
-    return tuple(mixtures)
-
-
-class PublishedDepth:
-    """Depth's interface over `published_route`, with residual additions by autograd."""
-
-    def __init__(self, x):
-        self.completed, self.partial = [x], None
-
-    def read(self, queries, key_gain, out_gain=None, ahead=None, last=False):
-        sources = self.completed + ([] if self.partial is None else [self.partial])
-        return published_route(sources, queries, key_gain, out_gain)
-
-    def write(self, out):
-        self.partial = out if self.partial is None else self.partial + out
-
-    def finish_block(self):
-        if self.partial is not None:
-            self.completed, self.partial = self.completed + [self.partial], None
-
-
-def route_error(a, b):
-    """|a - b| / |b| over the whole tensor; |a - b| where b is 0."""
-    b = b.double()
-    return ((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1)).item()
-
-
-def route_example(d, K, R, norm=True, shape=(5,), dtype=torch.float32, seed=0):
-    """Parameters [queries, key_gain(, out_gain)], sources and upstream gradients."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*size, scale=1.0):
-        return (torch.randn(*size, generator=g) * scale).to(ROUTE_DEVICE)
-
-    parameters = [draw(R, d, scale=d ** -0.5), draw(d)] + ([draw(d)] if norm else [])
-    sources = [draw(*shape, d).to(dtype) for _ in range(K)]
-    return parameters, sources, [draw(*shape, d).to(dtype) for _ in range(R)]
-
-
-def route_errors(backend, parameters, sources, up, leaf=lambda x: x):
-    """Errors of mixtures and of every gradient against float64 autograd of the published form; `leaf` maps each
-    source's leaf to what is read (a view, say)."""
-    def run(f, dtype, *more):
-        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (*parameters, *sources)]
-        p, s = leaves[:len(parameters)], [leaf(x) for x in leaves[len(parameters):]]
-        out = f(tuple(s), *p, *([None] if len(p) == 2 else []), *more)
-        return (*out, *torch.autograd.grad(out, leaves, [u.to(out[0].dtype) for u in up]))
-
-    got = run(lambda *a: route(*a, backend=backend), None)
-    want = run(published_route, torch.float64)
-    assert all(g.shape == w.shape for g, w in zip(got, want))
-    return [route_error(g, w) for g, w in zip(got, want)]
-
-
-ROUTE_CASES = [(24, 3, 1), (24, 7, 2), (24, 33, 2), (24, 9, 3), (100, 1, 1), (100, 2, 3), (100, 5, 2), (576, 1, 2),
-               (576, 5, 2), (576, 2, 1), (832, 5, 2), (832, 2, 3), (832, 7, 1), (1025, 3, 2), (1025, 1, 3),
-               (1025, 5, 1)]
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-@pytest.mark.parametrize("d,K,R", ROUTE_CASES)
-@pytest.mark.parametrize("norm", [True, False])
-def test_route_is_the_published_one(backend, d, K, R, norm):
-    assert max(route_errors(backend, *route_example(d, K, R, norm, shape=(2, 3)))) < 1e-5
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_route_puts_eps_where_the_method_does(backend):
-    parameters, sources, up = route_example(24, 3, 2)
-    assert max(route_errors(backend, parameters, [s * 1e-3 for s in sources], up)) < 1e-5  # mean squares near eps
-
-
-@pytest.mark.parametrize("d,K,R", [(24, 3, 2), (100, 5, 2), (576, 5, 3), (832, 1, 2)])
-def test_route_reference_in_bf16_is_as_good_as_its_roundings(d, K, R):
-    """Mixtures and source gradients are rounded once (half an ulp is 2^-9); what is summed over rows, hardly."""
-    errors = route_errors("reference", *route_example(d, K, R, shape=(600,), dtype=torch.bfloat16))
-    assert max(errors[:R]) < 2 ** -9 and max(errors[R + 3:]) < 2 ** -9
-    assert max(errors[R:R + 3]) < 1e-5
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_route_takes_any_layout(backend):
-    parameters, sources, up = route_example(100, 3, 2, shape=(3, 4))
-    up = [torch.ones((), device=ROUTE_DEVICE).expand(3, 4, 100)] * 2  # what .sum().backward() sends: stride 0
-    for leaf in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x[:1].expand(3, 4, 100),
-                 lambda x: x.flip(0)[::2].repeat_interleave(2, 0)[:3],
-                 lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1)):
-        assert max(route_errors(backend, parameters, sources, up, leaf)) < 1e-5
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_route_gold_vector(backend):
-    one, two = torch.eye(4, device=ROUTE_DEVICE)[:2]
-    query = torch.tensor([[2.0, 0, 0, 0]], device=ROUTE_DEVICE)
-    (h,) = route((one, two), query, torch.ones(4, device=ROUTE_DEVICE), eps=1e-12, backend=backend)
-    assert h[0].item() == pytest.approx(0.9820138, abs=1e-7) and h[1].item() == pytest.approx(1 - 0.9820138, abs=1e-7)
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_route_gradients_that_are_exactly_zero(backend):
-    def grads(K, zero):
-        parameters, sources, up = route_example(24, K, 2)
-        queries, key_gain, out_gain = (p.requires_grad_() for p in parameters)
-        queries = (queries.detach() * (0 if zero else 1)).requires_grad_()
-        mixtures = route(sources, queries, key_gain, out_gain, backend=backend)
-        return torch.autograd.grad(mixtures, [queries, key_gain, out_gain], up)
-
-    queries, key_gain, out_gain = grads(1, False)  # one source: its weight is 1 whatever the score
-    assert not queries.any() and not key_gain.any() and out_gain.all()
-    queries, key_gain, out_gain = grads(3, True)  # a gain reaches the score through the query only
-    assert queries.all() and not key_gain.any()
-
-
-def depth_walk(memory, parameters, layers, block_layers=2, ahead=True):
-    """The model's order of reads and writes with stand-ins for its sub-layers. Returns the output read."""
-    given = iter(parameters)
-    for i in range(layers):
-        queries, gain, norm, mlp_query, mlp_gain, mlp_norm, weight = (next(given) for _ in range(7))
-        if i % block_layers == 0:
-            memory.finish_block()
-        mixtures = memory.read(queries, gain, norm, ahead=(mlp_query, mlp_gain) if ahead else None)
-        memory.write(torch.tanh(sum((j + 1) * h for j, h in enumerate(mixtures)) @ weight.to(mixtures[0].dtype)))
-        (h,) = memory.read(mlp_query, mlp_gain, mlp_norm)
-        memory.write(torch.tanh(h @ weight.t().to(h.dtype)))
-    memory.finish_block()
-    query, gain, norm = given
-    return memory.read(query, gain, norm, last=True)[0]
-
-
-def depth_parameters(R, layers, d=24, seed=0):
-    g = torch.Generator().manual_seed(seed)
-
-    def read(R):
-        return [torch.randn(R, d, generator=g) * 0.2, *(torch.rand(2, d, generator=g) + 0.5)]
-
-    out = [x for _ in range(layers) for x in (*read(R), *read(1), torch.randn(d, d, generator=g) / d ** 0.5)] + read(1)
-    return [torch.randn(2, 3, d, generator=g).to(ROUTE_DEVICE)] + [x.to(ROUTE_DEVICE) for x in out]
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-@pytest.mark.parametrize("R,ahead", [(1, True), (2, True), (2, False), (3, True)])
-def test_depth_is_the_published_method(backend, R, ahead):
-    inputs = depth_parameters(R, layers=5)
-
-    def run(make, dtype):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        y = depth_walk(make(leaves[0]), leaves[1:], 5, ahead=ahead)
-        up = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=dtype).view(y.shape)
-        return (y, *torch.autograd.grad(y, leaves, up))
-
-    got, want = run(lambda x: Depth(x, backend), torch.float32), run(PublishedDepth, torch.float64)
-    assert max(route_error(g, w) for g, w in zip(got, want)) < 1e-5
-
-
-@pytest.mark.parametrize("backend,dtype", [(b, t) for b in ROUTE_BACKENDS for t in (torch.float32, torch.bfloat16)])
-def test_depth_equal_queries_give_the_parent_bit_for_bit(backend, dtype):
-    """R = 2 and 3 with copies of one query against R = 1, through the whole walk, and the gradient identity."""
-    for d, K in ((24, 2), (100, 5), (576, 3)):
-        (queries, *gains), sources, up = route_example(d, K, 1, shape=(10,), dtype=dtype)
-        (alone,) = route(sources, queries, *gains, backend=backend)
-        for R in (2, 3):
-            assert all(torch.equal(h, alone) for h in route(sources, queries.expand(R, d), *gains, backend=backend))
-    parameters = depth_parameters(1, layers=2)
-    x, parameters = parameters[0].to(dtype), parameters[1:]
-    one = [p.requires_grad_() for p in parameters]
-    two = [(torch.cat([p, p]) if i in (0, 7) else p).detach().requires_grad_() for i, p in enumerate(parameters)]
-
-    class Second(Depth):  # attention takes the mean of equal mixtures: exact in floating point
-        def read(self, queries, *args, **kwargs):
-            mixtures = super().read(queries, *args, **kwargs)
-            return mixtures if len(mixtures) == 1 else ((mixtures[0] + mixtures[1]) / 2,)
-
-    a, b = (depth_walk(kind(x, backend), p, 2, block_layers=1) for kind, p in ((Depth, one), (Second, two)))
-    assert torch.equal(a, b)
-    if dtype == torch.float32:
-        a.square().sum().backward()
-        b.square().sum().backward()
-        for p, q in zip(one, two):
-            assert route_error(q.grad.sum(0, keepdim=True) if len(q) > len(p) else q.grad, p.grad) < 1e-5
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_depth_in_any_order_of_calls(backend):
-    """Hints that never come true, writes in a row, empty blocks, reads in a row, mixed dtypes."""
-    inputs = [x.double() for x in depth_parameters(1, layers=2, d=16)]
-
-    def walk(make, dtype):
-        x, q, g, n, q2, g2, n2, w, *_ = [x.to(dtype).requires_grad_() for x in inputs]
-        m, outs = make(x), []
-        m.finish_block()
-        m.write(torch.tanh(x @ w))
-        m.finish_block()
-        outs += m.read(q, g, n, ahead=(q2, g2))
-        m.finish_block()
-        outs += m.read(q2, g2, n2)  # announced, but nothing was written
-        outs += m.read(q, g, n, ahead=(q2, g2))
-        m.write(outs[-1] * 2)
-        m.write(outs[0] @ w)
-        outs += m.read(q2, g2)  # announced, and closed without a norm after two writes
-        outs += m.read(q, g, n, ahead=(q2, g2))
-        m.write(outs[1] @ w)
-        m.finish_block()
-        outs += m.read(q2, g2, n2)  # announced before the block was finished
-        outs += m.read(q, g, n, ahead=(q2, g2))
-        m.write(outs[-1] * 0.5)
-        outs += m.read(q, g, n)  # another read than the one announced
-        m.write(outs[2])
-        outs += [*m.completed, m.partial] if isinstance(m, Depth) else [*m.completed, m.partial]
-        leaves = (x, q, g, n, q2, g2, n2, w)
-        return (*outs, *torch.autograd.grad(sum(o.square().sum() * (i + 1) for i, o in enumerate(outs)), leaves))
-
-    got, want = walk(lambda x: Depth(x, backend), torch.float32), walk(PublishedDepth, torch.float64)
-    assert max(route_error(g, w) for g, w in zip(got, want)) < 1e-5
-    depth = Depth(torch.randn(3, 16, device=ROUTE_DEVICE), backend)
-    depth.write(torch.ones(3, 16, device=ROUTE_DEVICE, dtype=torch.bfloat16))
-    assert depth.partial.dtype == torch.float32 and len(depth.completed) == 1
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_depth_adds_as_torch_adds(backend):
-    # the interpreter cuts bf16 off where a GPU rounds, so it is asked about fp16
-    dtype = torch.float16 if backend == "fused" and rk.INTERPRETED else torch.bfloat16
-    x, a, b = (torch.randn(64, 24, device=ROUTE_DEVICE).to(dtype) for _ in range(3))
-    q, g = torch.zeros(1, 24, device=ROUTE_DEVICE), torch.ones(24, device=ROUTE_DEVICE)
-    depth = Depth(x, backend)
-    depth.write(a)
-    depth.write(b)
-    depth.read(q, g)
-    assert torch.equal(depth.partial, a + b)
-    depth.read(q, g, ahead=(q, g))
-    depth.write(x)
-    depth.finish_block()
-    depth.read(q, g)
-    assert torch.equal(depth.completed[1], a + b + x)
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_depth_records_weights(backend):
-    inputs = depth_parameters(2, layers=3)
-    record = []
-    with torch.no_grad():
-        depth_walk(Depth(inputs[0], backend, record=record), inputs[1:], 3)
-    assert [tuple(w.shape[:2]) for w in record] == [(2, 1), (1, 2), (2, 2), (1, 2), (2, 2), (1, 3), (1, 3)]
-    first = inputs[0]
-    assert all(w.dtype == torch.float32 and (w.sum(1) - 1).abs().max() < 1e-6 for w in record)
-    again = []
-    depth_walk(Depth(first, "reference", record=again), inputs[1:], 3)
-    assert max(route_error(a, b) for a, b in zip(record, again)) < 1e-5 and not any(w.requires_grad for w in again)
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_depth_backward_under_autograds_features(backend):
-    """Pruned, repeated, frozen and checkpointed backward passes give what the whole one gives."""
-    from torch.utils.checkpoint import checkpoint
-    inputs = depth_parameters(2, layers=2)
-
-    def walk(leaves):
-        return depth_walk(Depth(leaves[0], backend), leaves[1:], 2)
-
-    before = [x.clone() for x in inputs]
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    y = walk(leaves)
-    up = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
-    kept = up.clone()
-    whole = torch.autograd.grad(y, leaves, up, retain_graph=True)
-    again = torch.autograd.grad(y, leaves, up, retain_graph=True)
-    assert torch.equal(up, kept) and all(map(torch.equal, whole, again))  # to the bit, and nothing written into `up`
-    for i in (0, 4, 7):
-        (one,) = torch.autograd.grad(y, [leaves[i]], up, retain_graph=True)
-        assert route_error(one, whole[i]) < 1e-6
-    for frozen in ((0, 7), (1, 2, 4), tuple(range(1, len(inputs)))):
-        some = [x.clone().requires_grad_(i not in frozen) for i, x in enumerate(inputs)]
-        walk(some).backward(up)
-        for i, (x, g) in enumerate(zip(some, whole)):
-            assert x.grad is None if i in frozen else route_error(x.grad, g) < 1e-6
-    saved = [x.clone().requires_grad_() for x in inputs]
-    checkpoint(lambda *a: walk(a), *saved, use_reentrant=False).backward(up)
-    assert all(torch.equal(x.grad, g) for x, g in zip(saved, whole))
-    with torch.no_grad():
-        assert torch.equal(walk(inputs), y)
-    assert all(map(torch.equal, inputs, before)) and all(map(torch.equal, leaves, before))
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_route_with_mixtures_and_sources_left_unused(backend):
-    """Upstream gradients that are None: of one mixture, of the returned sources, of an opened read."""
-    (queries, key_gain, out_gain), sources, up = route_example(24, 3, 2)
-    leaves = [x.requires_grad_() for x in (queries, key_gain, out_gain, *sources)]
-    h = route(sources, queries, key_gain, out_gain, backend=backend)[1]
-    h64 = published_route([s.double() for s in sources], queries.double(), key_gain.double(), out_gain.double())[1]
-    for g, w in zip(torch.autograd.grad(h, leaves, up[1]), torch.autograd.grad(h64, leaves, up[1].double())):
-        assert route_error(g, w) < 1e-5
-    depth = Depth(sources[0] * 1, backend)
-    depth.write(sources[1] * 1)
-    depth.read(queries, key_gain, ahead=(queries[:1], out_gain))  # nobody uses its mixtures
-    assert torch.equal(torch.autograd.grad(depth.partial, [sources[1]], up[0])[0], up[0])
-
-
-def test_route_computes_in_fp32_under_autocast():
-    parameters, sources, _ = route_example(100, 3, 2)
-    want = route(sources, *parameters, backend="reference")
-    with torch.autocast(ROUTE_DEVICE, torch.bfloat16):
-        got = route(sources, *parameters, backend="reference")
-    assert all(map(torch.equal, got, want))
-
-
-def test_route_reference_does_not_depend_on_chunks(monkeypatch):
-    parameters, sources, up = route_example(100, 3, 2, shape=(70,))
-    sizes = iter([16, 16, 70, 70])
-    monkeypatch.setattr(rk, "chunks", lambda *a: next(sizes))
-    first, second = (route_errors("reference", parameters, sources, up) for _ in range(2))
-    assert max(first) < 1e-5 and max(second) < 1e-5
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_route_ops_pass_opcheck(backend):
-    (queries, key_gain, out_gain), sources, up = route_example(24, 3, 2)
-    fused = backend == "fused"
-    parameters = [queries, key_gain, out_gain, *((queries[:1] * 2, out_gain) if fused else (None, None))]
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    args = (sources, up[0] if fused else None, None, parameters, 2, 1e-6, backend)
-    torch.library.opcheck(rk.read_op, args, test_utils=tests)
-    out = rk.read_op(*args)
-    dopened = [up[0], up[0][:, 0].contiguous(), out[4]] if fused else []
-    running, needed = [up[0], None, up[1]], [True, False, True]
-    args = (sources, running, needed, up, dopened, parameters, out[-4:], 2, False, backend)
-    torch.library.opcheck(rk.read_backward_op, args, test_utils=tests)
-
-
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-def test_depth_compiles_whole_once_a_shape(backend):
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-    inputs = depth_parameters(2, layers=2)
-    compiles = []
-
-    def count(graph, example):
-        compiles.append(graph)
-        return make_boxed_func(graph.forward)
-
-    def walk(*leaves):
-        return depth_walk(Depth(leaves[0], backend), leaves[1:], 2)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(walk, fullgraph=True, backend=aot_autograd(fw_compiler=count))
-    eager, fast = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    for _ in range(2):
-        a, b = walk(*eager), compiled(*fast)
-        a.square().sum().backward()
-        b.square().sum().backward()
-    assert torch.equal(a, b) and all(route_error(y.grad, x.grad) < 1e-6 for x, y in zip(eager, fast))
-    assert len(compiles) == 2  # one forward, one backward
-
-
-@route_fused
-def test_route_passes_are_counted():
-    assert rk.count_passes(16, 2) <= 35 and rk.count_passes(24, 2) <= 39
-    assert rk.count_passes(3, 2, backend="reference") > rk.count_passes(3, 2)  # it adds residuals in their own passes
-
-
-def test_route_says_what_cannot_be():
-    parameters, sources, _ = route_example(24, 2, 1)
-    queries, key_gain, out_gain = parameters
-    a, b = sources
-    for bad in (((), queries, key_gain), ((a, b[:2]), queries, key_gain), ((a, b.double()), queries, key_gain),
-                (sources, queries[0], key_gain), (sources, queries, key_gain[:3])):
-        with pytest.raises(BadInput):
-            route(*bad, backend="reference")
-    assert choose_backend("reference", "cpu")[0] == "reference"
-    assert choose_backend("auto", "cpu")[0] == "reference" and "cpu" in choose_backend("auto", "cpu")[1]
-    with pytest.raises(BadInput, match="want auto, reference or fused"):
-        choose_backend("fast", "cpu")
-
-
-def test_route_without_triton_or_gpu_is_said(monkeypatch):
-    monkeypatch.setattr(rk, "INTERPRETED", False)
-    with pytest.raises(BadInput, match="CUDA|triton"):
-        choose_backend("fused", "cpu")
-    monkeypatch.setattr(rk, "triton", None)
-    with pytest.raises(BadInput, match="triton is not installed"):
-        choose_backend("fused", "cuda")
-    backend, why = choose_backend("auto", "cuda")
-    assert backend == "reference" and "triton is not installed" in why
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Preparing data
 
 
 PREP_SCRIPT = Path(prepare.__file__).resolve()
@@ -1729,7 +604,7 @@ def test_prepare_full_disk(prep_corpus, tmp_path, monkeypatch, capsys):
     assert prep_same(tmp_path / "out", made)
 
 
-def test_open_data_refuses_what_is_not_whole(prep_corpus, tmp_path):
+def test_prepare_open_data_refuses_what_is_not_whole(prep_corpus, tmp_path):
     _, made, _ = prep_corpus
     folder = shutil.copytree(made, tmp_path / "demo")
     prepare.open_data(folder, prepare.SPLITS)
@@ -1763,7 +638,7 @@ def test_open_data_refuses_what_is_not_whole(prep_corpus, tmp_path):
     refused("does not exist")
 
 
-def test_open_data_reads_a_file_again_only_when_it_changed(prep_corpus, tmp_path, monkeypatch):
+def test_prepare_open_data_reads_a_file_again_only_when_it_changed(prep_corpus, tmp_path, monkeypatch):
     folder = shutil.copytree(prep_corpus[1], tmp_path / "made")
     (folder / ".verified.json").unlink(missing_ok=True)
     read, hashed = [], prepare.sha256_of
@@ -1869,789 +744,301 @@ def test_prepare_demo_from_anywhere(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Statistics
-
-
-PAPER_TABLE3 = {
-    "S": {123: (3.16700, 3.13796), 2025: (3.15800, 3.13104), 2026: (3.17461, 3.14524), 3407: (3.17806, 3.14798),
-          7777: (3.18425, 3.14912)},
-    "M": {123: (3.02462, 3.00649), 2025: (3.03657, 3.00736), 2026: (3.03451, 2.99146), 3407: (3.03080, 3.00973),
-          7777: (3.01297, 3.00097)}}
-
-
-def stats_config(arch, scale="S", seed=123, **changes):
-    shape = {"S": (16, 576, 36), "M": (24, 832, 52)}.get(scale, (8, 128, 8))
-    config = dict(
-        name="", arch=arch, scale=scale, seed=seed, tag=None, data="data/fineweb-edu", data_fingerprint="d" * 64,
-        tokenizer_sha256="t" * 64, vocab_size=32768, n_layer=shape[0], n_embd=shape[1], n_head=shape[2],
-                  block_layers=4,
-        context=1024, mlp_ratio=5, batch_size=32, tokens_per_step=32768, micro_batch=8, ranks=1, compile=False,
-        dtype="bfloat16", residual_dtype="bfloat16", device="cuda", device_name="NVIDIA RTX 5090", backend="reference",
-        deterministic=False, max_steps=61036, max_tokens=2_000_000_000, stop_steps=None, stop_tokens=None,
-        warmup_steps=1221, warmup_ratio=0.02, milestones=[7630, 15259, 30518, 61036],
-                  lr=3e-4 if scale != "M" else 2e-4,
-        min_lr_ratio=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8, weight_decay=0.1, grad_clip=1.0, route_lr_mult=1.0,
-        init_from=None, freeze=None, init_sha256=f"{scale}{seed}", eval_tokens=10_485_760,
-        n_params={"S": 119_791_296, "M": 343_039_424}.get(scale, 2_000_000) + (arch != "block") * shape[0] * shape[1],
-                  n_params_route=0, torch="2.13.0", triton="3.9.0", python="3.12.3",
-        git_commit="c0ffee", git_dirty=False, kernel_sha256=None, command="python train.py",
-                  started="2026-01-01T00:00:00",
-        host="h", probe={a: [8.3, 8.2, 8.1, 1.0, 1.1, 0.9, 8.0 + i] for i, a in enumerate(("block", "rd", "average"))})
-    return {**config, **changes}
-
-
-def stats_run(runs, config, nlls, status="complete", windows=None, train=8, name=None, end=True, js=True, split="val"):
-    """A run folder; `nlls` maps steps to NLLs."""
-    seed, arm = config["seed"], config["arch"].replace(":", "_").replace("=", "")
-    name = name or f"{config['scale']}-{arm}-s{seed}"
-    folder = Path(runs) / name
-    (folder / "eval").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**config, "name": name}))
-    last = max(nlls)
-    lines = [{"kind": "train", "step": s, "tokens": s * config["tokens_per_step"],
-              "loss": 3.5 + 4 * math.exp(-6 * s / last),
-              "lr": 3e-4, "grad_norm": 0.3, "tokens_per_s": 56158.0, "peak_memory_bytes": 16_005_000_000,
-              "seconds": 0.6}
-             for s in sorted({max(1, round(last * i / train)) for i in range(1, train + 1)})]
-    layer_js = None
-    if js and config["arch"] not in ("block", "plain", "tied"):
-        layer_js = [0.0] + [0.2 + 0.05 * math.sin(i + seed) for i in range(1, config["n_layer"])]
-    for step, nll in nlls.items():
-        lines.append({"kind": "eval", "step": step, "tokens": step * config["tokens_per_step"], "nll": nll, "ppl": 0,
-                      "bits_per_byte": nll / 3 if nll is not None else None, "eval_tokens": config["eval_tokens"],
-                      "split": split,
-                      "js_mean": float(np.mean(layer_js[1:])) if layer_js else None, "js": layer_js,
-                      "js_of_mean": layer_js,
-                      "milestone": True, "seconds": 1.0})
-        if windows is not None:
-            np.save(folder / "eval" / f"{split}-{step:06d}.npy", windows - windows.mean() + nll)
-    lines.sort(key=lambda r: (r["step"], r["kind"] == "eval"))
-    if end:
-        lines.append({"kind": "end", "status": status, "step": last, "tokens": last * config["tokens_per_step"],
-                      "seconds": 1.0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(x, separators=(",", ":")) + "\n" for x in lines))
-    return folder
-
-
-def stats_paper_runs(runs, scales="SM"):
-    for scale in scales:
-        for seed, (block, rd) in PAPER_TABLE3[scale].items():
-            for arm, nll in (("block", block), ("rd", rd)):
-                stats_run(runs, stats_config(arm, scale, seed), {61036: nll})
-
-
-def stats_cli(capsys, *argv):
-    """(exit code, stdout, stderr) of `python stats.py ARGV`."""
-    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["stats.py", *map(str, argv)])
-        stats.run_script(stats.main)
-    text = capsys.readouterr()
-    return stop.value.code, text.out, text.err
-
-
-def stats_json(capsys, *argv):
-    code, text, _ = stats_cli(capsys, *argv, "--json")
-    return code, json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-STATS_EXPECTED = {  # from the five-decimal table; the second numbers are appendix D, from the unrounded one
-    "S": dict(mean=-0.030116, sd=0.003034, t_ci=(-0.033883, -0.026349), bootstrap_ci=(-0.032826, -0.028066), ppl=2.97,
-              paper=(-0.030118, 0.003036, -0.033887, -0.026348, -0.032828, -0.028064)),
-    "M": dict(mean=-0.024692, sd=0.011986, t_ci=(-0.039575, -0.009809), bootstrap_ci=(-0.034746, -0.016266), ppl=2.43,
-              paper=(-0.024691, 0.011983, -0.039570, -0.009812, -0.034742, -0.016267))}
-
-
-@pytest.mark.parametrize("scale", ["S", "M"])
-def test_paired_gives_the_papers_table_and_what_scipy_and_enumeration_give(scale):
-    deltas = [rd - block for block, rd in PAPER_TABLE3[scale].values()]
-    got, want = stats.paired(deltas), STATS_EXPECTED[scale]
-    assert got.n == 5 and round(got.mean, 6) == want["mean"] and round(got.sd, 6) == want["sd"]
-    assert tuple(round(x, 6) for x in got.t_ci) == want["t_ci"]
-    assert tuple(round(x, 6) for x in got.bootstrap_ci) == want["bootstrap_ci"]
-    assert np.allclose((got.mean, got.sd, *got.t_ci, *got.bootstrap_ci), want["paper"], rtol=0, atol=6e-6)
-    blocks, rds = zip(*PAPER_TABLE3[scale].values())
-    interval = scipy.stats.ttest_rel(rds, blocks).confidence_interval(0.95)
-    assert np.allclose(got.t_ci, interval, rtol=1e-12)
-    means = [sum(r) / 5 for r in itertools.product(deltas, repeat=5)]
-    assert np.allclose(got.bootstrap_ci, np.percentile(means, [2.5, 97.5]), rtol=1e-12)
-    flips = [abs(sum(s * d for s, d in zip(signs, deltas))) for signs in itertools.product((1, -1), repeat=5)]
-    assert stats.sign_flip(deltas) == np.mean([f >= abs(sum(deltas)) - 1e-12 for f in flips]) == 0.0625
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 20])
-def test_paired_at_every_n(n):
-    deltas = np.random.default_rng(n).normal(-0.03, 0.01, n)
-    got = stats.paired(deltas.tolist())
-    assert (got.n, got.mean, got.sd) == (n, pytest.approx(deltas.mean()), pytest.approx(deltas.std(ddof=1)))
-    assert got.t_ci == pytest.approx(tuple(scipy.stats.ttest_1samp(deltas, 0).confidence_interval(0.95)), rel=1e-12)
-    if n <= 6:
-        exact = np.percentile([np.mean(r) for r in itertools.product(deltas, repeat=n)], [2.5, 97.5])
-    elif n <= 8:  # by multinomial counts: how often each difference is drawn, and in how many orders
-        counts = np.array([np.bincount(r, minlength=n) for r in itertools.combinations_with_replacement(range(n), n)])
-        orders = [math.factorial(n) // math.prod(math.factorial(int(k)) for k in c) for c in counts]
-        assert sum(orders) == n ** n
-        exact = np.percentile(np.repeat(counts @ deltas / n, orders), [2.5, 97.5])
-    else:
-        exact = scipy.stats.bootstrap((deltas,), np.mean, n_resamples=200_000, method="percentile",
-                                      rng=1).confidence_interval
-    noise = 0.05 * deltas.std() / n ** 0.5  # four standard errors of a 2.5th percentile of 100,000 resamples, about
-    assert got.bootstrap_ci == pytest.approx(tuple(exact), abs=1e-12 if n <= 7 else noise)
-    assert got == stats.paired(deltas.tolist())
-    p = stats.sign_flip(deltas)
-    assert 2.0 ** (1 - n) <= p <= 1
-    if n <= 8:
-        assert p == scipy.stats.permutation_test((deltas, 0 * deltas), lambda x, y: np.mean(x - y), vectorized=False,
-                                                 permutation_type="samples", n_resamples=np.inf).pvalue
-
-
-def test_paired_of_one_none_nan_and_equal_differences():
-    assert stats.paired([-0.03]) == (1, -0.03, None, None, None)
-    for n in (2, 5, 8, 20):  # 0.1 * 3 / 3 is not 0.1: equal differences must have no spread all the same
-        assert stats.paired([0.1] * n) == (n, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1))
-    for bad in ([], [math.nan, 0.1], [math.inf, 0.1], [[0.1, 0.2]]):
-        with pytest.raises(ValueError, match="pair|difference"):
-            stats.paired(bad)
-    assert stats.sign_flip([0.0] * 21) is None
-
-
-def test_pairs_needed_against_power_by_integration():
-    def power(n, effect):  # not by the noncentral t: over the chi density of the sample sd, given which it is normal
-        limit, df = scipy.stats.t.ppf(0.975, n - 1), n - 1
-        s, weight = np.linspace(1e-9, 12, 400_001) / df ** 0.5 if df < 40 else np.linspace(0.2, 2, 400_001), None
-        weight = scipy.stats.chi.pdf(s * df ** 0.5, df) * df ** 0.5
-        shift, normal = effect * n ** 0.5, scipy.stats.norm
-        beyond = normal.sf(limit * s - shift) + normal.cdf(-limit * s - shift)
-        return np.trapezoid(weight * beyond, s)
-    for sd in (0.0005, 0.003034, 0.011986, 0.05, 0.3):
-        n = stats.pairs_needed(sd)
-        assert power(n, 0.01 / sd) >= 0.8 and (n == 2 or power(n - 1, 0.01 / sd) < 0.8), sd
-    assert stats.pairs_needed(0.0) == 2 and stats.pairs_needed(0.01) == 10  # 10: Cohen's table for d = 1, one sample
-
-
-def test_paper_runs_give_the_papers_tables(tmp_path, capsys):
-    stats_paper_runs(tmp_path)
-    code, out = stats_json(capsys, tmp_path)
-    assert code == 0 and out["problems"] == [] and [c["scale"] for c in out["comparisons"]] == ["S", "M"]  # by size
-    for c in out["comparisons"]:
-        want = STATS_EXPECTED[c["scale"]]
-        assert (c["control"], c["treatment"], c["tokens"], c["n"], c["wins"]) == ("block", "rd", 2_000_027_648, 5, 5)
-        assert c["seeds"] == [123, 2025, 2026, 3407, 7777]
-        assert c["deltas"] == pytest.approx([r - b for b, r in PAPER_TABLE3[c["scale"]].values()], abs=1e-12)
-        assert round(c["mean"], 6) == want["mean"]
-        assert [round(x, 6) for x in c["bootstrap_ci"]] == [*want["bootstrap_ci"]]
-        assert round(100 * c["ppl_reduction"], 2) == want["ppl"] and c["sign_flip_p"] == c["smallest_p"] == 0.0625
-        assert not c["mid_schedule"] and not c["interim"] and c["paper"]["mean"] == want["paper"][0]
-        assert c["simultaneous_t_ci"][0] < c["t_ci"][0] and "about 84%" in c["evidence"]
-        assert "Trust the t" in c["evidence"]
-    code, text, _ = stats_cli(capsys, tmp_path)
-    for cell in ("3.1724 ± 0.0102", "3.1423 ± 0.0076", "-0.0301 ± 0.0030", "2.97%", "2.43%", "5/5", "-0.030116",
-                 "0.003034",
-                 "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "| S | rd - block, the paper |",
-                 "23.736"):
-        assert cell in text, cell
-    assert stats_cli(capsys, tmp_path)[1] == text  # two calls, the same bytes
-
-
-# One difference at a time: what it is called, and whether it refuses the pair or only marks it
-STATS_REFUSED = {
-    "data_fingerprint": "e" * 64, "tokenizer_sha256": "u" * 64, "vocab_size": 4096, "n_layer": 8, "n_embd": 640,
-                 "n_head": 9,
-    "block_layers": 2, "context": 512, "mlp_ratio": 4, "batch_size": 16, "tokens_per_step": 16384, "max_steps": 30518,
-    "warmup_steps": 10, "warmup_ratio": 0.01, "lr": 6e-4, "min_lr_ratio": 0.0, "beta1": 0.8, "beta2": 0.99,
-                 "adam_eps": 1e-6,
-    "weight_decay": 0.0, "grad_clip": 0.5, "route_lr_mult": 2.0, "init_sha256": "other", "init_from": "runs/x/ckpt.pt",
-    "freeze": "route", "eval_tokens": 1024}
-STATS_MARKED = {
-    "backend": "fused", "dtype": "float32", "residual_dtype": "float32", "compile": True, "micro_batch": 4, "ranks": 2,
-    "device": "cpu", "device_name": "NVIDIA H200", "torch": "2.12.0", "triton": "3.8.0", "deterministic": True}
-
-
-@pytest.mark.parametrize("key", [*STATS_REFUSED, *STATS_MARKED, "dropout"])
-def test_pair_check_names_one_difference_with_both_values(key):
-    a = stats_config("block")
-    b = stats_config("rd", **{key: {**STATS_REFUSED, **STATS_MARKED, "dropout": 0.1}[key]})
-    if key == "dropout":  # a setting that stats.py has never heard of
-        a[key] = 0.0
-    for x, y in ((a, b), (b, a)):
-        refused, marked = stats.pair_check(x, y)
-        assert (marked, refused)[key not in STATS_MARKED] and not (refused, marked)[key not in STATS_MARKED]
-        (line,) = refused + marked
-        assert key in line and line.endswith(f"{stats.as_text(x[key])} against {stats.as_text(y[key])}")
-        refused, (allowed,) = stats.pair_check(x, y, allow=[key])
-        assert refused == [] and allowed == line + " (allowed)"
-    assert stats.pair_check(b, b) == ([], [])
-
-
-def test_pair_check_passes_over_what_is_no_setting():
-    a = stats_config("block")
-    b = stats_config("rd", name="x", tag="t", stop_steps=15259, stop_tokens=500_000_000, n_params=1, n_params_route=2,
-                     host="i",
-                     max_tokens=None, started="later", command="c", git_dirty=True, python="3.13", milestones=[1])
-    assert stats.pair_check(a, b) == ([], [])
-    assert stats.pair_check(a, {**b, "kernel_sha256": "k"}) == ([], [])  # the kernel ran in neither
-    fused = [stats_config(arch, backend="fused", kernel_sha256=k) for arch, k in (("block", "k"), ("rd", "l"))]
-    assert stats.pair_check(*fused)[1] == ["kernel_sha256: k against l"]
-    del b["lr"], b["compile"]  # an older run
-    del b["freeze"]  # null in the other: not known is not the same
-    refused, marked = stats.pair_check(a, b)
-    assert refused == []
-    assert marked == [f"{k} is not recorded by x" for k in ("compile", "frozen parameters (freeze)", "lr")]
-
-
-def test_pair_check_compares_code_by_what_it_does():
-    probe = {"block": [8.0, 0.5, 0.0], "rd": [8.0, 0.25, 1e-9]}
-    a, b = stats_config("block", probe=probe), stats_config("rd", probe=probe, git_commit="another", git_dirty=True)
-    check = lambda pa, pb, **more: stats.pair_check({**a, "probe": pa, **more}, {**b, "probe": pb, **more})[1]
-    assert check(probe, probe) == []
-    assert check(probe, {**probe, "rd": [8.0 * (1 + 0.9e-5), 0.25, 1e-9]}) == []
-    for arm in ("block", "rd"):  # either arm's entry counts, and each number is held to 1e-5 of itself
-        for i in range(2):
-            other = list(probe[arm])
-            other[i] *= 1 + 1.2e-5
-            (line,) = check(probe, {**probe, arm: other})
-            assert line.startswith(f"code: probe of {arm}: ") and " against " in line
-    assert check(probe, {**probe, "tied": [1.0]}) == []  # an arm that neither run has
-    assert check({"block": probe["block"]}, probe) == []  # the control is of yesterday, the new arm of today
-    for broken in ([8.0, None, 0.0], [8.0, 0.5], [], None, [8.0, math.nan, 0.0]):
-        assert check({**probe, "block": broken}, probe)[0].startswith("code: probe of block")
-    assert check(None, probe) == ["code: no probe of block or rd in both runs, nor one clean commit"]
-    assert check(None, None, git_commit="c0ffee", git_dirty=False) == []
-    assert check(None, None, git_commit="c0ffee", git_dirty=True) != []
-    assert stats.pair_check({**a, "probe": probe}, {**b, "arch": "rd:eps=1", "probe": {**probe, "rd": [1.0]}})[1] != []
-    assert stats.pair_check(a, {**b, "probe": {**probe, "rd": [1.0]}}, allow=["probe"])[1][0].endswith(" (allowed)")
-
-
-@pytest.mark.parametrize("key, value, words", [
-    ("lr", 6e-4, "lr: 0.0003 against 0.0006"), ("data_fingerprint", "e" * 64, "data (data_fingerprint): ddd"),
-    ("max_steps", 30518, "schedule length (max_steps): 61036 against 30518"),
-    ("init_sha256", "x", "starting weights (init_sha256): S123 against x")])
-def test_a_refused_pair_is_listed_with_both_values_and_allow_pairs_it(tmp_path, capsys, key, value, words):
-    stats_run(tmp_path, stats_config("block"), {30518: 3.3, 61036: 3.1})
-    stats_run(tmp_path, stats_config("rd", **{key: value}), {30518: 3.2})
-    code, out = stats_json(capsys, tmp_path, "--strict")
-    assert code == 1 and out["comparisons"] == []
-    why = {p["run"]: p["why"] for p in out["problems"]}["S-rd-s123"]
-    assert "refused with S-block-s123" in why and words in why
-    assert stats_json(capsys, tmp_path)[0] == 0  # without --strict a refusal is named, and not a failure
-    code, out = stats_json(capsys, tmp_path, f"--allow={key}", "--strict")
-    assert code == 0 and [c["n"] for c in out["comparisons"]] == [1]
-    assert "(allowed)" in out["comparisons"][0]["pairs"][0]["marks"]
-
-
-@pytest.mark.parametrize("key", STATS_MARKED)
-def test_a_marked_pair_stands_but_for_strict(tmp_path, capsys, key):
-    stats_run(tmp_path, stats_config("block"), {61036: 3.1})
-    stats_run(tmp_path, stats_config("rd", **{key: STATS_MARKED[key]}), {61036: 3.0})
-    code, out = stats_json(capsys, tmp_path)
-    assert code == 0 and out["problems"] == []
-    assert out["comparisons"][0]["pairs"][0]["marks"].startswith(key) and key in out["comparisons"][0]["evidence"]
-    code, out = stats_json(capsys, tmp_path, "--strict")
-    assert code == 1 and out["comparisons"] == [] and key in out["problems"][0]["why"]
-    assert stats_json(capsys, tmp_path, "--strict", f"--allow={key}")[0] == 0
-
-
-def test_bad_runs_are_named_and_never_counted(tmp_path, capsys):
-    seeds = range(1, 13)
-    for s in seeds:
-        stats_run(tmp_path, stats_config("block", seed=s), {30518: 3.3 + s / 100, 61036: 3.1 + s / 100})
-        if s not in (9,):
-            stats_run(tmp_path, stats_config("rd", seed=s), {30518: 3.25 + s / 99, 61036: 3.05 + s / 99}, train=400)
-    log = {s: tmp_path / f"S-rd-s{s}" / "metrics.jsonl" for s in seeds}
-    text = {s: log[s].read_text() for s in seeds if log[s].exists()}
-    log[2].write_text(text[2].replace('"complete"', '"diverged","why":"loss is nan"'))
-    log[3].write_text(text[3].replace(f'"nll":{3.05 + 3 / 99}', '"nll":NaN'))
-    log[4].write_text(text[4].replace(f'"nll":{3.05 + 4 / 99}', '"nll":null'))
-    line = text[5].splitlines()[40]  # a line torn in the middle of the file
-    log[5].write_text(text[5].replace(line, line[:50]))
-    log[6].write_text(text[6][:text[6].index('{"kind":"eval","step":61036')] + '{"kind":"tra')  # still being written
-    (tmp_path / "S-rd-s7" / "config.json").write_text("{not json")
-    log[8].unlink()
-    shutil.copytree(tmp_path / "S-rd-s1", tmp_path / "S-rd-s1-again")
-    for f in ("metrics.jsonl",):  # a seed that had no effect
-        shutil.copy(tmp_path / "S-block-s10" / f, tmp_path / "S-block-s11" / f)
-    log[12].write_text(text[12][:text[12].index('{"kind":"eval"')])
-    code, out = stats_json(capsys, tmp_path)
-    (c,) = out["comparisons"]
-    why = {p["run"]: p["why"] for p in out["problems"]}
-    assert code == 0 and c["seeds"] == [1, 10]
-    for run, words in {
-            "S-rd-s2": "diverged at step 61036 (loss is nan)", "S-rd-s3": "the NLL at step 61036 is nan",
-            "S-rd-s4": "the NLL at step 61036 is None", "S-rd-s5": "corrupt: line 41 of metrics.jsonl",
-            "S-rd-s6": "unfinished: at step 61036 of 61036", "S-rd-s7": "config.json is not valid JSON",
-                       "S-rd-s8": "no evaluation yet, at step 0",
-            "S-block-s9": "no partner", "S-rd-s1-again": "duplicate of S-rd-s1",
-                       "S-block-s11": "to the last digit, though the seeds are 10 and 11",
-            "S-rd-s11": "no partner: no usable run of block at scale S, seed 11",
-                       "S-rd-s12": "no evaluation yet"}.items():
-        assert words in why.pop(run), run
-    assert set(why) == {f"S-block-s{s}" for s in (2, 3, 4, 5, 7, 8, 12)}
-    assert all("no partner" in w for w in why.values())
-    assert c["interim"] and c["waiting"] == ["S-rd-s6", "S-rd-s12", "S-rd-s8"]
-
-
-def test_stopped_runs_pair_with_milestones_and_are_labelled(tmp_path, capsys):
-    stats_run(tmp_path, stats_config("block"), {7630: 3.9, 15259: 3.5416, 61036: 3.167}, windows=np.linspace(3, 4, 64))
-    stats_run(tmp_path, stats_config("rd"), {7630: 3.8, 15259: 3.4994, 61036: 3.138}, windows=np.linspace(2.9, 4, 64))
-    for arm, nll in (("average", 3.5410), ("tied", 3.5413)):
-        stats_run(tmp_path, stats_config(arm, stop_steps=15259, stop_tokens=500_000_000), {7630: 3.9, 15259: nll},
-                  name=f"S-{arm}-s123-stop5e8")
-    code, out = stats_json(capsys, tmp_path)
-    rd, average, tied = out["comparisons"]
-    assert code == 0 and out["problems"] == [] and not rd["mid_schedule"] and rd["step"] == 61036
-    assert (average["tokens"], average["mid_schedule"], average["interim"]) == (500_006_912, True, False)
-    assert [m["step"] for m in out["milestones"] if m["treatment"] == "rd"] == [7630, 15259, 61036]
-    assert "degenerate" in average["notes"][0] and len(out["floor"]) == 2
-    (pair,) = rd["pairs"]  # the standard errors of the slice, from the windows
-    a, b = np.linspace(3, 4, 64), np.linspace(2.9, 4, 64)
-    assert pair["control_se"] == pytest.approx(a.std(ddof=1) / 8)
-    assert pair["delta_se"] == pytest.approx((b - a).std(ddof=1) / 8)
-    # windows of another NLL than the run's are not its own
-    np.save(tmp_path / "S-rd-s123" / "eval" / "val-061036.npy", b)
-    assert stats_json(capsys, tmp_path)[1]["comparisons"][0]["pairs"][0]["treatment_se"] is None
-    assert rd["sd"] is None and rd["t_ci"] is None and "One pair has no interval" in rd["evidence"]
-    text = stats_cli(capsys, tmp_path)[1]
-    assert "500 M of 2 B, mid-schedule" in text
-    assert "| S | average - block | 500 M of 2 B, mid-schedule | 1 | 3.5416 | 3.5410 | -0.0006 | 1/1 |" in text
-
-
-def test_an_unfinished_study_shows_the_latest_shared_milestone_as_interim(tmp_path, capsys):
-    for seed in (1, 2):
-        stats_run(tmp_path, stats_config("block", seed=seed), {7630: 3.9 + seed, 15259: 3.5 + seed, 61036: 3.1 + seed})
-        stats_run(tmp_path, stats_config("rd", seed=seed), {7630: 3.8 + seed, 15259: 3.4 + seed / 2}, end=False)
-    names = [f"S-{a}-s{s}" for a in ("block", "rd") for s in (1, 2, 3)]
-    (tmp_path / "plan.json").write_text(json.dumps({"plans": [{"runs": names[:-2] + names[-1:],
-                                                               "arms": ["block", "rd"]}]}))
-    code, out = stats_json(capsys, tmp_path)
-    (c,), why = out["comparisons"], {(p["run"], p["why"]) for p in out["problems"]}
-    assert (c["step"], c["n"], c["interim"], c["mid_schedule"]) == (15259, 2, True, True)
-    assert set(c["waiting"]) == {"S-rd-s1", "S-rd-s2", "S-block-s3", "S-rd-s3"}
-    assert {("S-block-s3", "planned, and missing"), ("S-rd-s3", "planned, and missing"),
-            ("S-rd-s2", "not planned: plan.json lacks it"), ("S-rd-s2", "unfinished: at step 15259 of 61036")} <= why
-    assert "500 M of 2 B, mid-schedule, interim" in stats_cli(capsys, tmp_path)[1]
-
-
-def test_allow_takes_each_arms_best_value_on_validation_and_shows_it_on_test(tmp_path, capsys):
-    best = {("block", 3e-4): 3.30, ("block", 6e-4): 3.20, ("rd", 3e-4): 3.10, ("rd", 6e-4): 3.15}
-    for (arm, lr), nll in best.items():
-        for seed in (1, 2):
-            folder = stats_run(tmp_path, stats_config(arm, seed=seed, lr=lr), {61036: nll + seed / 10},
-                               name=f"S-{arm}-s{seed}-lr{lr:g}")
-            (folder / "eval" / "test-061036.json").write_text(json.dumps(
-                {"run": folder.name, "split": "test", "step": 61036, "nll": 3.5 + seed - lr * (arm == "rd"),
-                 "eval_tokens": 9}))
-    code, out = stats_json(capsys, tmp_path)
-    assert sorted(c["arm"] for c in out["comparisons"]) == ["rd lr0.0003", "rd lr0.0006"]  # each with its own lr
-    code, out = stats_json(capsys, tmp_path, "--allow=lr", "--split=test")
-    (c,) = out["comparisons"]
-    assert {p["control"][-6:] for p in c["pairs"]} == {"0.0006"}
-    assert {p["treatment"][-6:] for p in c["pairs"]} == {"0.0003"}
-    assert c["deltas"] == pytest.approx([-3e-4, -3e-4])
-    assert "lr = 0.0003 is the best on validation" in " ".join(c["notes"])
-    assert sum("better on validation" in p["why"] for p in out["problems"]) == 4
-    (tmp_path / "S-rd-s1-lr0.0003" / "eval" / "test-061036.json").unlink()
-    why = {p["run"]: p["why"] for p in stats_json(capsys, tmp_path, "--split=test")[1]["problems"]}
-    assert "no test evaluation: python eval.py" in why["S-rd-s1-lr0.0003"]
-
-
-def test_a_crossed_backend_study_gives_a_comparison_each_and_reruns_give_a_noise_floor(tmp_path, capsys):
-    for backend, shift in (("reference", 0.0), ("fused", 1e-4)):
-        for arm in ("block", "rd"):
-            for seed in (1, 2):
-                stats_run(tmp_path, stats_config(arm, seed=seed, backend=backend),
-                          {61036: 3.1 + seed - 0.03 * (arm == "rd") + shift * seed * (1 + (arm == "rd"))},
-                          name=f"S-{arm}-s{seed}-kept" + "-backendfused" * (backend == "fused"))
-    code, out = stats_json(capsys, tmp_path, "--strict")
-    assert code == 0 and [c["arm"] for c in out["comparisons"]] == ["rd reference", "rd fused"]
-    assert all(c["n"] == 2 for c in out["comparisons"])
-    assert all(p["marks"] == "" for c in out["comparisons"] for p in c["pairs"])
-    (row,) = out["crossed"]  # rd moves by 2e-4 and 4e-4 where block moves by half of that
-    assert (row["first"], row["second"], row["seeds"]) == ("reference", "fused", [1, 2])
-    assert row["mean"] == pytest.approx(1.5e-4) and row["sd"] == pytest.approx(1e-4 / 2 ** 0.5)
-    assert row["control_shift"][0] == pytest.approx(1.5e-4) and row["treatment_shift"][0] == pytest.approx(3e-4)
-    assert row["first_change"][0] == pytest.approx(-0.03) and row["second_change"][0] == pytest.approx(-0.02985)
-    assert "| S | rd - block | 2 B | 2 | reference | fused |" in stats_cli(capsys, tmp_path)[1]
-    assert len(out["floor"]) == 4 and {round(abs(f["mean"]), 6) for f in out["floor"]} == {1e-4, 2e-4, 4e-4}
-    assert out["floor"][0]["pairs"][0]["marks"] == "backend: reference against fused"
-
-
-def test_stats_refuses_bad_input_in_one_line(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    stats_run(tmp_path / "runs", stats_config("block"), {61036: 3.1})
-    for argv, words in (((tmp_path / "empty",), "holds no runs"), ((tmp_path / "none",), "no such folder"),
-                        ((), "which runs?"),
-                        ((tmp_path / "runs", "--control=blok"), "did you mean block?"),
-                        ((tmp_path / "runs", "--allow=lrr"), "which two runs can differ; did you mean lr?"),
-                        ((tmp_path / "runs", "--allow=seed"), "not a setting in which"),
-                        ((tmp_path / "runs", "--split=train"), "wants one of")):
-        code, text, error = stats_cli(capsys, *argv)
-        assert (code, text) == (2, "") and words in error, error
-        assert error.startswith("error: ") and error.count("\n") == 1
-    code, out = stats_json(capsys, tmp_path / "runs")
-    assert code == 0 and out["comparisons"] == [] and "no partner" in out["problems"][0]["why"]
-
-
-def test_equal_differences_and_other_controls(tmp_path, capsys):
-    for seed in (1, 2, 3):
-        # exact in binary, so that the differences are equal
-        for arm, nll in (("plain", 3.0), ("block", 3.25), ("rd", 3.5)):
-            stats_run(tmp_path, stats_config(arm, seed=seed), {61036: nll + seed})
-    code, out = stats_json(capsys, tmp_path, "--control=plain")
-    assert [(c["control"], c["treatment"], c["sd"], c["wins"]) for c in out["comparisons"]] == [
-        ("plain", "rd", 0.0, 0), ("plain", "block", 0.0, 0)]
-    assert "differences are equal" in out["comparisons"][0]["evidence"]
-    assert "rd worse than plain" in out["comparisons"][0]["evidence"]
-
-
-def test_old_runs_with_few_settings_still_pair(tmp_path, capsys):
-    few = ("arch", "scale", "seed", "max_steps", "tokens_per_step")
-    for arm, nll in (("block", 3.1), ("rd", 3.0)):
-        folder = stats_run(tmp_path, stats_config(arm), {61036: nll})
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in stats_config(arm).items() if k in few}))
-        (folder / "metrics.jsonl").write_text(f'{{"kind": "eval", "step": 61036, "nll": {nll}}}\n'
-                                              '{"kind": "end", "status": "complete", "step": 61036}\n')
-    code, out = stats_json(capsys, tmp_path, f"--out={tmp_path / 'report'}")
-    assert code == 0 and out["comparisons"][0]["mean"] == pytest.approx(-0.1)
-    assert "no probe" in out["comparisons"][0]["pairs"][0]["marks"]
-
-
-def test_evaluations_of_other_tokens_are_refused(tmp_path, capsys):
-    for arm, nll in (("block", 3.1), ("rd", 3.0)):
-        folder = stats_run(tmp_path, stats_config(arm), {30518: nll + 0.2, 61036: nll})
-    log = folder / "metrics.jsonl"
-    log.write_text(log.read_text().replace('"eval_tokens":10485760', '"eval_tokens":512'))
-    code, out = stats_json(capsys, tmp_path)
-    assert out["comparisons"] == [] and "evaluation_eval_tokens: 10485760 against 512" in out["problems"][0]["why"]
-
-
-def test_launch_report_says_what_a_run_will_pair_with(tmp_path):
-    me = stats_config("rd", name="S-rd-s123")
-    assert stats.launch_report(me, tmp_path / "none") == [
-        "in no table until block has a run with these settings, scale S, seed 123"]
-    stats_run(tmp_path, stats_config("block", lr=6e-4), {61036: 3.1}, name="S-block-s123-lr6e-4")
-    assert stats.launch_report(me, tmp_path) == [
-        "not with S-block-s123-lr6e-4: lr: 0.0006 against 0.0003",
-        "in no table until block has a run with these settings, scale S, seed 123"]
-    stats_run(tmp_path, stats_config("block", backend="fused"), {61036: 3.1})
-    stats_run(tmp_path, stats_config("block", seed=5), {61036: 3.2})
-    stats_run(tmp_path, stats_config("rd"), {61036: 3.1})
-    stats_run(tmp_path, stats_config("rd"), {61036: 3.1}, name="S-rd-s123-b")
-    assert stats.launch_report(me, tmp_path) == [
-        "with S-block-s123, marked (--strict refuses it): backend: fused against reference",
-        "not with S-block-s123-lr6e-4: lr: 0.0006 against 0.0003",
-        "a rerun of S-rd-s123-b: the table takes one, both show the noise",
-        "the table gains a pair once both runs have reached a milestone"]
-
-
-def test_out_writes_the_same_tables_and_figures_twice(tmp_path, capsys):
-    for seed in (123, 2025):
-        for arm, shift in (("block", 0.0), ("rd", -0.03), ("frozen_v", -0.01)):
-            stats_run(tmp_path / "runs", stats_config(arm, seed=seed),
-                      {7630: 3.8 + shift, 61036: 3.1 + shift - seed / 1e5}, train=20)
-    for out in ("a", "b"):
-        assert stats_cli(capsys, tmp_path / "runs", f"--out={tmp_path / out}")[0] == 0
-    names = sorted(p.name for p in (tmp_path / "a").iterdir())
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
-    figures = ["figure2_effects", "figure3_milestones", "figure4_js", "training_curves"]
-    assert {f"{f}.{kind}" for f in figures for kind in ("png", "pdf")} <= set(names)
-    assert {"report.md", "stats.json", "table1_summary.tex", "table3_pairs.tex", "table1_summary.csv",
-            "estimates.csv", "milestones.csv",
-            "js_by_layer.csv", "table4_configurations.csv", "efficiency.csv"} <= set(names)
-    table = (tmp_path / "a" / "table3_pairs.csv").read_text().splitlines()
-    assert table[1].split(",")[:5] == ["S", "rd - block", "2 B", "123", "3.09877"]
-    tex = (tmp_path / "a" / "table1_summary.tex").read_text()
-    assert tex.count(r"\\") == 4 and r"\toprule" in tex and r"$-0.0300 \pm 0.0000$" in tex
-    assert r"frozen\_v - block" in tex
-    if shutil.which("pdflatex"):
-        (tmp_path / "a" / "all.tex").write_text(r"\documentclass{article}\usepackage{booktabs}\begin{document}\tiny"
-                                                r"\input{table1_summary}\input{table3_pairs}\end{document}")
-        subprocess.run(["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "all"], cwd=tmp_path / "a",
-                       check=True,
-                       stdout=subprocess.DEVNULL)
-    assert "n = 2 (seeds 123, 2025)" in (tmp_path / "a" / "report.md").read_text()
-
-
-def test_long_logs_are_read_fast(tmp_path):
-    folder = stats_run(tmp_path, stats_config("rd"), {30518: 3.3, 61036: 3.1}, train=61036)
-    start = time.perf_counter()
-    for _ in range(5):
-        run = stats.Run(folder, "S-rd-s123", "val")
-    assert run.val[61036]["nll"] == 3.1 and run.speed == 56158.0 and run.memory == 16_005_000_000
-    assert (time.perf_counter() - start) / 5 < 0.2  # 200 such runs in well under a minute even on a slow machine
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Diagnostics
-
-
-# ---------------------------------------------------------------------------------------------------------
-# What the two routes do
-
-
-def eval_here(*args):
-    return evaluation.main([str(a) for a in args] + ["--device=cpu"])
-
-
-@pytest.fixture()
-def own_run(toy_runs, tmp_path):
-    """A copy of the toy rd run with routes far from uniform, and of the block run beside it."""
-    for arch in ("rd", "block"):
-        folder = tmp_path / arch
-        shutil.copytree(the_run(toy_runs, arch), folder)
-        model, _, _ = evaluation.load_run(folder, torch.device("cpu"))
-        saved = torch.load(folder / "ckpt.pt", weights_only=True)
-        torch.save({**saved, "model": stir(model, seed=3 if arch == "rd" else 4).state_dict()}, folder / "ckpt.pt")
-    return tmp_path / "rd"
-
-
-def stored(folder, name):
-    return json.loads((folder / "eval" / f"{name}.json").read_text())
-
-
-def measure_model(model, toy, windows=20):
-    cpu = torch.device("cpu")
-    return evaluation.evaluate(model, open_data(toy), "val", windows, 20, cpu, evaluation.make_autocast(cpu, "float32"))
-
-
-def test_route_report_against_numpy_and_scipy(own_run, toy, capsys):
-    from scipy.spatial.distance import jensenshannon
-    from scipy.stats import entropy
-    eval_here(own_run, "--report")
-    report, text = stored(own_run, "report-val-000012"), capsys.readouterr().out
-    model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
-    ids = torch.from_numpy(np.fromfile(toy / "val.bin", "<u2")[:320].astype(np.int64)).view(20, 16)
-    record = []
+# model.py
+
+
+COUNTS = {  # the paper's Table 4 and the arithmetic of its parts: S and M, vocabulary 32,768
+    "plain": (119_753_280, 342_957_888), "block": (119_791_296, 343_039_424), "tied": (119_791_296, 343_039_424),
+    "rd": (119_800_512, 343_059_392), "average": (119_800_512, 343_059_392), "frozen_v": (119_800_512, 343_059_392),
+    "q_kv": (119_800_512, 343_059_392), "k_qv": (119_800_512, 343_059_392), "q_k_v": (119_809_728, 343_079_360),
+    # rivals: test_model_rival_counts_by_tensor derives each
+    "full": (119_791_296, 343_039_424), "full_rd": (119_800_512, 343_059_392), "mhar": (119_791_296, 343_039_424),
+    "lowrank": (119_755_392, 342_961_024), "delta": (119_788_992, 343_036_096), "delta_block": (119_788_992, 343_036_096),
+    "denseformer": (119_753_432, 342_958_212), "resformer": (119_753_280, 342_957_888),
+    "block_resformer": (119_791_296, 343_039_424), "depth_attention": (119_753_280, 342_957_888),
+    "mudd": (120_475_501, 344_933_637), "mudd_rd": (120_417_126, 344_542_746), "hc": (119_883_136, 343_238_688),
+    "mhc": (121_597_344, 346_952_784),
+}
+PAPER = list(ARMS)[:list(ARMS).index("q_k_v") + 1]  # the paper's arms and the groupings; the rivals follow
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_model_parameter_counts(arch):
+    assert arch in COUNTS, "a new arm states its exact count at S and M here"
+    for scale, want in zip(("S", "M"), COUNTS[arch]):
+        with torch.device("meta"):
+            model = GPT(GPTConfig.from_scale(scale, arch))
+        assert sum(p.numel() for p in model.parameters()) == want
+        d, L = model.config.n_embd, model.config.n_layer
+        assert arch not in PAPER or want == 32768 * d + L * (4 * d * d + 15 * d * d) + (2 * L + 1) * d + (0 if arch == "plain" else
+               (4 * L + 2) * d + L * d * (len(ARMS[arch].reads) - 1))
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_tied_queries_are_the_parent_bit_for_bit(dtype, backend):
+    """Paper, appendix B: two reads with one query's value; and the gradient of that query is the sum over the reads."""
+    on_backend(backend)
+    block = stir(tiny("block", n_layer=4, backend=backend))
+    rd = tie(tiny("rd", n_layer=4, backend=backend), block)
+    assert not torch.equal(rd.layers[3].attn_read.query["v"], torch.zeros(32))
+    x, y = tokens()
+    with evaluation.make_autocast(torch.device("cpu"), dtype)():
+        assert torch.equal(block(x), rd(x))
+        (_, a), (_, b) = block(x, y), rd(x, y)
+    assert torch.equal(a, b)
+    a.backward(), b.backward()
+    tolerance = 1e-5 if dtype == "float32" else 2e-2  # sums of two bfloat16-rounded gradients
+    for mine, theirs in zip(rd.layers, block.layers):
+        parent = theirs.attn_read.query["qkv"].grad
+        both = mine.attn_read.query["qk"].grad + mine.attn_read.query["v"].grad
+        assert (both - parent).norm() <= tolerance * parent.norm() + 1e-9
+
+
+@pytest.mark.parametrize("arch", [a for a in ARMS if ARMS[a].fused and issubclass(ARMS[a].depth, Depth)])
+def test_model_fused_model_equals_reference(arch):
+    on_backend("fused")
+    x, y = tokens()
+    a, b = (stir(tiny(arch, n_layer=4, backend=k)) for k in ("reference", "fused"))
+    la, lb = a(x), b(x)
+    assert (la - lb).norm() <= 1e-5 * la.norm()
+    a(x, y)[1].backward(), b(x, y)[1].backward()
+    exact = stir(tiny(arch, n_layer=4)).double()  # full_rd's gradients lose 2e-5 in float32 on either path: hold both to float64
+    F.cross_entropy(F.linear(exact.hidden(x), exact.wte).flatten(0, 1), y.flatten()).backward()
+    for (name, p), q, r in zip(a.named_parameters(), b.parameters(), exact.parameters()):
+        if p.grad is not None:
+            assert (q.grad - r.grad).norm() <= 1e-5 * r.grad.norm() + 2 * (p.grad - r.grad).norm(), name
+            assert arch not in PAPER or (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
     with torch.no_grad():
-        model(ids, record=record)
-    weights = [w[r].double().numpy() for w in record for r in range(len(w))]  # [K, tokens] of each read
-    assert [(r["layer"], r["read"]) for r in report["reads"]] == \
-        [(l, read) for l in range(4) for read in ("qk", "v", "mlp")] + [(4, "out")]
-    assert [len(r["weights"]) for r in report["reads"]] == [1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3]
-    assert [r["running"] for r in report["reads"]] == [False, False, True, True, True, True] * 2 + [False]
-    for r, w in zip(report["reads"], weights):
-        assert np.allclose(r["weights"], w.mean(1), atol=1e-6) and np.allclose(r["weights_sd"], w.std(1), atol=1e-5)
-        assert r["entropy"] == pytest.approx(entropy(w).mean(), abs=1e-6)
-        assert r["entropy_sd"] == pytest.approx(entropy(w).std(), abs=1e-5)
-    for l, found in enumerate(report["js"]):
-        js = np.array([jensenshannon(a, b) ** 2 for a, b in zip(weights[3 * l].T, weights[3 * l + 1].T)])
-        of_mean = jensenshannon(weights[3 * l].mean(1), weights[3 * l + 1].mean(1)) ** 2
-        for key, want in dict(mean=js.mean(), sd=js.std(), of_mean=of_mean, q50=np.median(js), q90=np.percentile(js, 90)).items():
-            assert found[key] == pytest.approx(want, abs=2e-6)
-    assert report["js"][0]["mean"] == 0 and report["js"][3]["mean"] > 1e-3
-    assert f"{report['reads'][4]['weights'][0]:.3f} ± {report['reads'][4]['weights_sd'][0]:.3f}" in text
-    assert (own_run / "eval" / "report-val-000012.png").read_bytes().startswith(b"\x89PNG")
-    eval_here(own_run.parent / "block", "--report")  # one read: no JS
-    assert stored(own_run.parent / "block", "report-val-000012")["js"] == []
+        records = [], []
+        a(x, record=records[0]), b(x, record=records[1])
+    assert len(records[0]) == len(records[1]) == 2 * 4 + 1 - 2 * arch.startswith("delta")
+    for u, v in zip(*records):
+        assert u.shape == v.shape and (u - v).abs().max() < 1e-5 and (u.sum(1) - 1).abs().max() < 1e-5
 
 
-def test_interventions_equal_edited_weights(own_run, toy, capsys):
-    """Each intervention gives, to the last bit, the NLL of a model whose parameters were edited by hand."""
-    other = evaluation.load_state(own_run.parent / "block")[0]
-
-    def edit(change):
-        model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
-        with torch.no_grad():
-            for l, layer in enumerate(model.layers):
-                change(l, layer.attn_read.query, layer.mlp_read.query)
-        return model
-
-    def swap(l, q, _):
-        q["qk"], q["v"] = q["v"], q["qk"]
-    model = evaluation.load_run(own_run, torch.device("cpu"))[0]
-    third = {k: p.clone() for k, p in model.layers[3].attn_read.query.items()}
-    edits = {"v:qk": lambda l, q, _: q["v"].copy_(q["qk"]), "qk:v": lambda l, q, _: q["qk"].copy_(q["v"]), "swap": swap,
-             "v:uniform": lambda l, q, _: q["v"].zero_(), "qkv:uniform": lambda l, q, _: [p.zero_() for p in q.values()],
-             "mlp:uniform": lambda l, q, m: m["mlp"].zero_(), "qk:layer3": lambda l, q, _: q["qk"].copy_(third["qk"]),
-             f"v:run={own_run.parent / 'block'}": lambda l, q, _: q["v"].copy_(other[f"layers.{l}.attn_read.query.qkv"])}
-    before = measure_model(model, toy)
-    eval_here(own_run, f"--intervene={','.join(edits)}", "--eval_batch=20")
-    eval_here(own_run, "--intervene=swap,v:uniform", "--by_layer", "--eval_batch=20")
-    found = stored(own_run, "intervene-val-000012")["interventions"]
-    for text, change in edits.items():
-        after, e = measure_model(edit(change), toy), found[text.replace(f"{own_run.parent}/", "")]
-        assert (e["nll_before"], e["nll_after"]) == (before["nll"], after["nll"]) and e["delta"] != 0, text
-        d = after["window_nll"] - before["window_nll"]
-        from scipy.stats import ttest_1samp
-        assert np.allclose(e["t_ci"], ttest_1samp(d, 0).confidence_interval(0.95)) and e["delta"] == d.mean()
-        if text in ("swap", "v:uniform"):
-            one = measure_model(edit(lambda l, *q: change(l, *q) if l == 2 else None), toy)
-            assert e["by_layer"][2]["nll_after"] == one["nll"], text
-    assert found["v:qk"]["js_mean"] == 0 and before["js_mean"] > 0
-    assert (own_run / "eval" / "intervene-val-000012.png").exists() and f"{found['swap']['nll_after']:.6f}" in capsys.readouterr().out
-    eval_here(own_run, "--intervene=v:qk", "--layers=2-3,1", "--eval_batch=20")  # beside what was stored, not in its place
-    again = stored(own_run, "intervene-val-000012")["interventions"]
-    assert again["swap"] == found["swap"]
-    assert again["v:qk@2-3,1"]["nll_after"] == measure_model(edit(lambda l, q, _: l and edits["v:qk"](l, q, _)), toy)["nll"]
-    case = evaluation.Case(own_run, evaluation.Flags(eval_batch=20), torch.device("cpu"))
-    assert evaluation.effect(case, before, evaluation.plan(case.model, "swap", [2]), "swap")["delta"] == found["swap"]["by_layer"][2]["delta"]
-    assert case.measure()["nll"] == before["nll"], "afterwards the model is as it was"
-
-
-def test_a_single_source_is_what_a_read_gets():
-    """V of layer 3 from each of its sources, against the layer run by hand; the recorded weights say so."""
-    from model import rms_norm
-    from route_kernel import Depth
-    model, (x, y) = stir(tiny("rd", n_layer=4)), tokens()
-    for text, s in (("v:source0", 0), ("v:source1", 1), ("v:source-1", 2)):
-        model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, text, [3]), **kw)
-        record = []
-        got = model(x, record=record)
-        del model.memory
-        depth = Depth(F.embedding(x, model.wte))
-        for l, layer in enumerate(model.layers):
-            if l % 2 == 0:
-                depth.finish_block()
-            sources = depth.completed + [depth.partial]
-            hs = list(depth.read(*layer.attn_read(), layer.attn_norm))
-            if l == 3:
-                hs[1] = rms_norm(sources[s], layer.attn_norm, 1e-6)
-            depth.write(layer.attention(hs, model.rope))
-            depth.write(layer.mlp(*depth.read(*layer.mlp_read(), layer.mlp_norm)))
-        depth.finish_block()
-        want = F.linear(*depth.read(*model.out_read(), model.out_norm), model.wte)
-        assert (got - want).norm() <= 1e-6 * want.norm() and (got - model(x)).norm() > 1e-3 * want.norm()
-        assert torch.equal(record[6][1], torch.eye(3)[s][:, None].expand(3, 32)) and (record[6][0] < 1).all()
-    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, "out:source0", [0]), **kw)
-    e = model.wte[x]
-    want = e / (e.square().mean(-1, keepdim=True) + 1e-6).sqrt() * model.out_norm @ model.wte.T
-    assert (model(x) - want).norm() <= 1e-6 * want.norm()
-
-
-def test_interventions_that_change_nothing_report_exactly_zero(own_run, capsys):
-    nothing = dict(delta=0.0, sd=0.0, t_ci=[0.0, 0.0])
-    rd, block = own_run, own_run.parent / "block"
-    for folder, layers, texts in (
-            (rd, "--layers=0", f"v:qk,qk:v,swap,v:uniform,v:source0,v:source-1,v:layer2,qkv:uniform,v:run={block}"),
-            (rd, "--layers=3", f"v:layer3,qk:layer3,mlp:layer3,v:run={rd},mlp:run={rd}"),
-            (block, "--layers=0-3", f"v:qk,k:q,swap,qkv:run={block},out:run={block}")):
-        eval_here(folder, f"--intervene={texts}", layers)
-        found = stored(folder, "intervene-val-000012")["interventions"]
-        for text in texts.split(","):
-            e = found[f"{text}@{layers[9:]}".replace(f"{own_run.parent}/", "")]
-            assert {k: e[k] for k in nothing} == nothing and e["nll_after"] == e["nll_before"], text
-    model = tiny("frozen_v")
-    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, "v:uniform", range(6)), **kw)
+def test_model_tied_arm_is_block_bit_for_bit():
+    block, tied = stir(tiny("block")), tiny("tied")
+    tied.load_state_dict(block.state_dict())
     x, _ = tokens()
-    assert torch.equal(model(x), tiny("frozen_v")(x))
+    assert torch.equal(block(x), tied(x))
 
 
-def test_interventions_on_fused_routes(monkeypatch):
-    """As on the reference, and a read that gets its own query back is the read that was opened ahead."""
-    on_backend("fused")
-    x, _ = tokens(1, 4)
-    both = [stir(tiny("rd", n_layer=2, backend=b)) for b in ("reference", "fused")]
-    for text in ("v:source-1", "mlp:uniform", "out:source1"):
-        logits = []
-        for model in both:
-            model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, text, [1]), **kw)
-            logits.append(model(x))
-            del model.memory
-        assert (logits[0] - logits[1]).norm() <= 1e-5 * logits[0].norm(), text
-    model, changes = both[1], {3: {0: both[1].layers[1].mlp_read.query["mlp"].detach().clone()}}
-    plain, real, seen = model(x), evaluation.Depth.read, []
-    monkeypatch.setattr(evaluation.Depth, "read", lambda self, *a: seen.append(a) or real(self, *a))
-    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=changes, **kw)
-    assert torch.equal(model(x), plain) and seen[3][0] is seen[2][3][0]
+def published_forward(model, idx):
+    """The parent's published form in float64, written from the paper alone: sources stacked, keys normalised, einsums."""
+    c, P = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
+    arm, eps, T = ARMS[c.arch], c.eps, idx.shape[1]
+    norm = lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+    def read(sources, prefix):
+        V = torch.stack(sources)
+        keys = norm(V) * P[prefix + ".key_gain"]
+        out = []
+        for n in [n for n in P if n.startswith(prefix + ".query.")]:
+            alpha = torch.einsum("d,kbtd->kbt", P[n], keys).softmax(0)
+            out.append(torch.einsum("kbt,kbtd->btd", alpha, V))
+        return out
+
+    def rope(x):  # [B, T, H, e] on neighbouring pairs
+        e = x.shape[-1]
+        theta = torch.arange(T).double()[:, None] * c.rope_base ** (-2 * torch.arange(e // 2).double() / e)
+        cos, sin, a, b = theta.cos()[:, None], theta.sin()[:, None], x[..., 0::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+    x = P["wte"][idx]
+    completed, partial, stream = [x], None, x
+    for l in range(c.n_layer):
+        pre = f"layers.{l}"
+        if l % c.block_layers == 0 and partial is not None:
+            completed, partial = completed + [partial], None
+        sources = lambda: completed + ([partial] if partial is not None else [])
+        if arm.reads:
+            hs = read(sources(), pre + ".attn_read")
+            if arm.combine:
+                hs = [(hs[0] + hs[1]) / 2]
+            feed = {r: hs[min(len(hs) - 1, next(i for i, g in enumerate(arm.reads) if r in g))] for r in "qkv"}
+        else:
+            feed = dict.fromkeys("qkv", stream)
+        q, k, v = ((norm(feed[r]) * P[pre + ".attn_norm"] @ w.T).unflatten(-1, (c.n_head, -1))
+                   for r, w in zip("qkv", P[pre + ".w_qkv"].chunk(3)))
+        scores = torch.einsum("bthe,bshe->bhts", rope(q), rope(k)) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        out = torch.einsum("bhts,bshe->bthe", scores.softmax(-1), v).flatten(-2) @ P[pre + ".w_o"].T
+        partial, stream = out if partial is None else partial + out, stream + out
+        h = norm(read(sources(), pre + ".mlp_read")[0] if arm.reads else stream) * P[pre + ".mlp_norm"]
+        gate, up = (h @ P[pre + ".w_gate_up"].T).chunk(2, -1)
+        out = (gate * gate.sigmoid() * up) @ P[pre + ".w_down"].T
+        partial, stream = partial + out, stream + out
+    final = read(completed + [partial], "out_read")[0] if arm.reads else stream
+    return norm(final) * P["out_norm"] @ P["wte"].T
 
 
-@pytest.mark.parametrize("arch, words, flags", [
-    ("rd", "layer 4 is out of range .0 to 3", ["--intervene=v:layer4"]),
-    ("rd", "--layers=2,9 is out of range: the layers are 0 to 3", ["--intervene=v:qk", "--layers=2,9"]),
-    ("rd", "--layers=a wants layers", ["--intervene=v:qk", "--layers=a"]),
-    ("rd", "--layers goes with --intervene", ["--layers=1"]),
-    ("rd", "unknown; did you mean v:uniform", ["--intervene=v:unifrom"]),
-    ("rd", "rd has the reads qk, v, mlp, out", ["--intervene=k:v"]),
-    ("block", "'v' is no read of its own; block has the reads qkv", ["--intervene=v:uniform"]),
-    ("rd", "no such source", ["--intervene=v:source7"]),
-    ("rd", "is out of range", ["--intervene=out:layer1"]),
-    ("rd", "config.json: No such file", ["--intervene=v:run=nowhere"]),
-    ("rd", "--eval_tokens=0 must be at least 1", ["--eval_tokens=0"]),
-    ("rd", "--temperature=-1.0 must be at least 0", ["--temperature=-1"]),
-])
-def test_bad_interventions(toy_runs, arch, words, flags):
-    with pytest.raises(BadInput, match=words) as e:
-        eval_here(the_run(toy_runs, arch), *flags)
-    assert len(str(e.value).splitlines()) == 1
+@pytest.mark.parametrize("arch", PAPER)
+def test_model_whole_model_against_the_published_form(arch):
+    """Logits and loss against an independent float64 transcription of the equations, routes far from uniform."""
+    model = stir(tiny(arch, n_layer=5))  # the last block is cut short
+    x, y = tokens()
+    want = published_forward(model, x)
+    got = model(x).double()
+    assert (got - want).norm() <= 2e-6 * want.norm()
+    assert abs(model(x, y)[1].item() - F.cross_entropy(want.flatten(0, 1), y.flatten()).item()) < 2e-6
 
 
-def test_interventions_of_every_arm():
-    with pytest.raises(BadInput, match="plain has the reads none"):
-        evaluation.plan(tiny("plain"), "v:qk", [1])
-    for arch, text, rows in (("q_kv", "swap", {0, 1}), ("q_kv", "kv:q", {1}), ("rd", "v:k", {1}), ("q_k_v", "qk:v", {0, 1}),
-                             ("average", "qkv:uniform", {0, 1}), ("k_qv", "k:qv", {0})):
-        assert {i: set(x) for i, x in evaluation.plan(tiny(arch), text, [1]).items()} == {2: rows}
+def check_gradients(model, x, y):
+    """Every parameter's gradient, along a random direction, against central differences."""
+    def loss():
+        return F.cross_entropy(F.linear(model.hidden(x), model.wte).flatten(0, 1), y.flatten())
+    loss().backward()
+    g = torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            assert p.grad is None
+            continue
+        assert p.grad is not None, f"{name} would stall DistributedDataParallel"
+        way, h = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-6
+        with torch.no_grad():
+            p += h * way
+            up = loss()
+            p -= 2 * h * way
+            down = loss()
+            p += h * way
+        assert abs((p.grad * way).sum() - (up - down) / (2 * h)) < 1e-6, name
 
 
-def test_other_evaluations_stay_out_of_the_statistics(own_run, toy, tmp_path, capsys, monkeypatch):
-    """Another split, number of tokens or data: stored beside the run, named so that stats.py takes only what it should."""
-    import stats
-    before = stats.Run(own_run, "rd", "val").evals
-    monkeypatch.chdir(tmp_path)
-    other = tmp_path / "other"
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    pq.write_table(pa.table({"text": [f"abc {i} def ghi" * 20 for i in range(60)]}), tmp_path / "other.parquet")
-    done = run_command("prepare.py", f"--source={tmp_path / 'other.parquet'}", f"--out={other}", f"--tokenizer={toy / 'tokenizer.json'}",
-                       "--val_fraction=0.3", "--test_fraction=0.3", "--workers=1")
-    assert done.returncode == 0, done.stderr
-    eval_here(own_run, f"--data={other}", "--split=test")
-    with pytest.raises(ValueError, match="no test evaluation"):
-        stats.Run(own_run, "rd", "test")
-    eval_here(own_run, own_run.parent / "block", "--split=test", "--by_position")
-    said = capsys.readouterr()
-    assert "warning: the test split" in said.err and "| position | rd | block |" in said.out
-    x, position = stored(own_run, "test-000012"), stored(own_run, "position-test-000012")
-    assert np.mean(position["nll"]) == pytest.approx(x["nll"], abs=1e-9) and len(position["nll"]) == 16
-    model = evaluation.load_run(own_run, torch.device("cpu"))[0]
-    ids = torch.from_numpy(np.fromfile(toy / "test.bin", "<u2")[:x["eval_tokens"] + 1].astype(np.int64))
-    with torch.no_grad():
-        nll = F.cross_entropy(model(ids[:-1].view(-1, 16)).flatten(0, 1), ids[1:], reduction="none").view(-1, 16)
-    assert np.allclose(position["nll"], nll.mean(0), atol=1e-5)
-    assert stats.Run(own_run, "rd", "test").evals[12]["nll"] == x["nll"]
-    eval_here(own_run, "--eval_tokens=64", "--report", "--intervene=swap")
-    assert stored(own_run, "val-000012-64")["windows"] == 4
-    assert stats.Run(own_run, "rd", "val").evals == before
-    config = json.loads((own_run / "config.json").read_text())
-    (own_run / "config.json").write_text(json.dumps({**config, "data_fingerprint": "other"}))
-    with pytest.raises(BadInput, match="has changed since rd was trained"):
-        eval_here(own_run)
+@pytest.mark.parametrize("arch", ARMS)
+def test_model_gradients_against_finite_differences(arch):
+    """In float64, for every parameter that learns."""
+    check_gradients(stir(tiny(arch, n_layer=3)).double(), *tokens(1, 8))
 
 
-def test_crossed_backends(own_run, monkeypatch, capsys):
-    on_backend("fused")
-    eval_here(own_run, "--compare_backends", "--eval_tokens=32")
-    found = stored(own_run, "backends-val-000012-32")
-    assert found["within"] and 0 < found["logits"] < 1e-5 and found["nll_reference"] != 0 and found["dtype"] == "float32"
-    monkeypatch.setitem(evaluation.TOLERANCE, "float32", dict(logits=1e-12, nll=1e-12, js=1e-12))
-    with pytest.raises(Failed, match="differ by more than the tolerance: rd"):
-        eval_here(own_run, "--compare_backends", "--eval_tokens=32")
-    assert not stored(own_run, "backends-val-000012-32")["within"]
+def test_model_head_loss_equals_cross_entropy_and_its_gradients():
+    g = torch.Generator().manual_seed(0)
+    h, w = torch.randn(37, 8, generator=g).requires_grad_(), torch.randn(50, 8, generator=g).requires_grad_()
+    t = torch.randint(50, (37,), generator=g)
+    want = F.cross_entropy(h.double() @ w.double().T, t)
+    dh, dw = torch.autograd.grad(want, (h, w))
+    got = HeadLoss.apply(h, w, t, 10)  # chunks that do not divide the rows
+    gh, gw = torch.autograd.grad(3 * got, (h, w))
+    assert abs(got - want) < 1e-6 and (gh - 3 * dh).abs().max() < 1e-6 and (gw - 3 * dw).abs().max() < 1e-6
 
 
-def test_sampling_repeats(own_run, capsys):
-    def said(*flags):
-        eval_here(own_run, own_run.parent / "block", "--sample=abc def", "--new_tokens=20", *flags)
-        return capsys.readouterr().out
-    assert said() == said("--seed=1") != said("--seed=2")
-    assert said("--temperature=0") == said("--temperature=0", "--seed=2") == said("--top_k=1") and said("--top_k=0")
-    assert said("--sample=" + "abc " * 60).startswith("abc abc") and said("--sample=")
+def test_model_layer_zero_and_zero_queries_get_no_gradient():
+    """One source leaves nothing to choose; at zero queries a key gain cannot matter (method: exactly 0)."""
+    x, y = tokens()
+    model = tiny("q_k_v")
+    model(x, y)[1].backward()
+    for layer in model.layers:
+        assert all(r.key_gain.grad.abs().max() == 0 for r in (layer.attn_read, layer.mlp_read))
+    assert model.layers[1].attn_read.query["v"].grad.abs().max() > 0
+    model = stir(tiny("q_k_v"))
+    model(x, y)[1].backward()
+    first = model.layers[0].attn_read
+    assert first.key_gain.grad.abs().max() == 0 and all(q.grad.abs().max() == 0 for q in first.query.values())
+    assert model.layers[1].attn_read.key_gain.grad.abs().max() > 0
 
 
-def test_starting_from_another_run_names_what_does_not_fit(own_run, toy, tmp_path):
-    for words, kw in (("is .* here and .* in the run to start from", dict(init_from=own_run, n_embd=16)),
-                      ("No such file", dict(init_from=tmp_path / "none")),
-                      ("nothing for", dict(init_from=own_run, n_layer=6))):
-        with pytest.raises(BadInput, match=words):
-            train_here(tmp_path / "out", toy, arch="q_k_v", max_steps=2, **kw)
-        assert not list((tmp_path / "out").glob("*/ckpt.pt"))
+def test_model_every_arm_starts_as_plain_and_from_the_same_weights():
+    x, y = tokens()
+    plain = tiny("plain", n_embd=64)
+    base = plain(x, y)[1].item()
+    for arch in ARMS:
+        model = tiny(arch, n_embd=64)
+        for name, p in plain.named_parameters():
+            assert torch.equal(p, model.get_parameter(name)), f"{arch}: {name} starts elsewhere"
+        assert abs(model(x, y)[1].item() / base - 1) < 1e-2
+        assert train.starting_hash(model) == train.starting_hash(plain)
+    assert not torch.equal(plain.wte, tiny("plain", n_embd=64, seed=2).wte)
+    std = plain.layers[0].w_o.std().item()
+    assert abs(std - 0.02) < 0.001, "output projections are not scaled by depth"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The rivals
+@pytest.mark.parametrize("arch", ARMS)
+def test_model_causality(arch):
+    model = stir(tiny(arch))
+    x, _ = tokens()
+    changed = x.clone()
+    changed[:, 9] = (x[:, 9] + 1) % 61
+    a, b = model(x), model(changed)
+    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The rivals, each against a float64 transcription of its own equations
+def test_model_average_is_degenerate():
+    """Two queries that start equal and enter symmetrically get equal gradients: they never part (README, known limits)."""
+    model, block = tiny("average"), tiny("block")
+    settings = dict(lr=0.01, weight_decay=0.1, route_lr_mult=1.0, beta1=0.9, beta2=0.95, adam_eps=1e-8)
+    opt, opt_block = train.make_optimizer(model, settings), train.make_optimizer(block, settings)
+    for n in range(5):
+        x, y = tokens(seed=n)
+        for m, o in ((model, opt), (block, opt_block)):
+            loss = m(x, y)[1]
+            loss.backward()
+            train.update(m, o, 0.01, 0.0)
+        for layer in model.layers:
+            assert torch.equal(layer.attn_read.query["qk"], layer.attn_read.query["v"])
+    a, b = model(x, y)[1].item(), block(x, y)[1].item()
+    assert abs(a - b) < 1e-4 and model.layers[3].attn_read.query["v"].abs().max() > 0
+
+
+def test_model_decay_groups():
+    """Decay on matrices, the tied embedding included; none on gains or routes; frozen queries nowhere."""
+    model = tiny("frozen_v")
+    groups = {g["kind"]: g for g in model.param_groups(1e-3, 0.1, 2.0)}
+    assert {n.split(".")[-1] for n in groups["matrices"]["names"]} == {"wte", "w_qkv", "w_o", "w_gate_up", "w_down"}
+    assert {n.split(".")[-1] for n in groups["gains"]["names"]} == {"attn_norm", "mlp_norm", "out_norm", "key_gain"}
+    assert {n.split(".")[-1] for n in groups["queries"]["names"]} == {"qk", "mlp", "out"}
+    assert (groups["matrices"]["weight_decay"], groups["gains"]["weight_decay"], groups["queries"]["weight_decay"]) == (0.1, 0, 0)
+    assert groups["queries"]["lr"] == 2e-3
+    named = [n for g in groups.values() for n in g["names"]]
+    assert sorted(named) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    # a stacked [L, d] tensor of queries is two-dimensional, and a routing parameter all the same
+    model.layers[0].attn_read.key_gain = torch.nn.Parameter(torch.ones(4, 32))
+    names = {g["kind"]: g["names"] for g in model.param_groups(1e-3, 0.1)}
+    assert "layers.0.attn_read.key_gain" in names["gains"]
+
+
+@pytest.mark.parametrize("arch", ARMS)
+def test_model_generation_repeats_and_takes_long_prompts(arch):
+    model = tiny(arch)
+    prompt = torch.arange(40)[None] % 61  # longer than the context of 16
+    a, b = (model.generate(prompt, 5, top_k=20, generator=torch.Generator().manual_seed(7)) for _ in range(2))
+    assert torch.equal(a, b) and a.shape == (1, 45)
+    greedy = model.generate(prompt, 1, temperature=0)
+    assert greedy[0, -1] == model(prompt[:, -16:])[0, -1].argmax()
+
+
+def test_model_another_arms_weights():
+    block = stir(tiny("block"))
+    for mine, theirs in (("plain", "block"), ("full", "block"), ("mhar", "block"), ("hc", "plain"), ("resformer", "plain")):
+        with pytest.raises(BadInput, match=f"{mine} cannot start from {theirs}: they mix over depth in different ways"):
+            tiny(mine).load_from(tiny(theirs).state_dict(), theirs)
+    with pytest.raises(BadInput, match="q_kv cannot start from k_qv: it has nothing for .*query.kv"):
+        tiny("q_kv").load_from(tiny("k_qv").state_dict(), "k_qv")
+    with pytest.raises(BadInput, match="is .* here and"):
+        tiny("block").load_from(tiny("block", n_embd=64).state_dict(), "block")
+    model = tiny("q_k_v")
+    model.load_from(block.state_dict(), "block")
+    assert all(torch.equal(q, block.layers[2].attn_read.query["qkv"]) for q in model.layers[2].attn_read.query.values())
+    frozen = tiny("frozen_v")
+    frozen.load_from(block.state_dict(), "block")
+    assert all(x.attn_read.query["v"].abs().max() == 0 for x in frozen.layers), "or it were that control no more"
+    x, y = tokens()
+    model = tiny("rd", n_embd=64)
+    parent = stir(tiny("plain", n_embd=64))
+    model.load_from(parent.state_dict(), "plain")
+    assert abs(model(x, y)[1] / parent(x, y)[1] - 1) < 1e-2  # zero queries: plain's function, up to the norms' eps
+
+
+def test_model_config_names_every_problem():
+    with pytest.raises(BadInput) as e:
+        GPTConfig(n_layer=0, n_embd=-1, residual_dtype="int8")
+    assert len(str(e.value).splitlines()) == 3
+    with pytest.raises(BadInput, match="nearest n_head: 36"):
+        GPTConfig(n_embd=576, n_head=37)
+    with pytest.raises(BadInput, match="did you mean block"):
+        GPTConfig(arch="blok")
+    with pytest.raises(BadInput, match="17 tokens do not fit the context of 16"):
+        tiny()(torch.zeros(1, 17, dtype=torch.long))
+
 
 RIVALS = ("full full_rd mhar lowrank delta delta_block denseformer resformer block_resformer depth_attention mudd mudd_rd hc "
           "mhc").split()
@@ -2806,7 +1193,7 @@ def rival_forward(model, idx):
 
 
 @pytest.mark.parametrize("arch", SPECS)
-def test_rival_against_its_equations(arch):
+def test_model_rival_against_its_equations(arch):
     """Logits and loss at parameters far from their start, the last block cut short."""
     model = stir_all(tiny(arch, n_layer=5))
     x, y = tokens()
@@ -2816,7 +1203,7 @@ def test_rival_against_its_equations(arch):
 
 
 @pytest.mark.parametrize("arch", SPECS)
-def test_rival_gradients_against_finite_differences(arch):
+def test_model_rival_gradients_against_finite_differences(arch):
     """As for every arm, with the matrices and scalars that mix over depth moved as well; nothing is left without one."""
     model = stir_all(tiny(arch, n_layer=3, block_layers=1)).double()
     assert all(p.requires_grad for p in model.parameters())
@@ -2836,7 +1223,7 @@ def width_vectors(d, L):
                 mhc=2 * L * (4 * d + 4 * d * 24 + 24 + 3))  # norm, phi, bias, three scales
 
 
-def test_rival_counts_by_tensor():
+def test_model_rival_counts_by_tensor():
     """The published specification's differences at S, and the same arithmetic at M."""
     at_S = dict(full=38_016, full_rd=47_232, mhar=38_016, lowrank=2_112, delta=35_712, delta_block=35_712, denseformer=152, resformer=0,
                 block_resformer=38_016, depth_attention=0, mudd=722_221, mudd_rd=663_846, hc=129_856, mhc=1_844_064)
@@ -2866,7 +1253,7 @@ def apart(a, b):
 
 
 @pytest.mark.parametrize("sources", ["block", "full"])
-def test_one_head_and_the_whole_width_are_attnres(sources):
+def test_model_one_head_and_the_whole_width_are_attnres(sources):
     parent = stir(tiny(sources))
     assert apart(copied(tiny(f"mhar:heads=1:sources={sources}"), parent), parent) < 1e-6
     assert apart(copied(tiny(f"mhar:heads=2:sources={sources}"), parent), parent) > 1e-3
@@ -2878,7 +1265,7 @@ def test_one_head_and_the_whole_width_are_attnres(sources):
 
 
 @pytest.mark.parametrize("arch, full", [("block", "full"), ("rd", "full_rd")])
-def test_blocks_of_one_sub_layer_are_full(arch, full, monkeypatch):
+def test_model_blocks_of_one_sub_layer_are_full(arch, full, monkeypatch):
     """The block form, told to finish its block after every write, against the full form."""
     a = stir(tiny(arch))
     b = copied(tiny(full), a)
@@ -2892,7 +1279,7 @@ def test_blocks_of_one_sub_layer_are_full(arch, full, monkeypatch):
     assert torch.equal(a(x), b(x))
 
 
-def test_deltas_sources_are_differences_of_the_stream(monkeypatch):
+def test_model_deltas_sources_are_differences_of_the_stream(monkeypatch):
     """At every read: the embedding, then what the stream gained by each sub-layer (or completed block) since."""
     real = DeltaRoutes.read
 
@@ -2915,7 +1302,7 @@ def test_deltas_sources_are_differences_of_the_stream(monkeypatch):
             assert all((a - b).abs().max() < 1e-5 for a, b in zip(seen[k], want))
 
 
-def test_rivals_at_their_start():
+def test_model_rivals_at_their_start():
     """What each computes before its first step. Equal to plain's function: the forms that start as the ordinary stream, up to
     the order of additions; uniform reads over all increments, up to the eps of a norm (the stream scaled by 1/K or 1 + 1/K). The
     others differ, by an amount that follows from their equations."""
@@ -2954,7 +1341,7 @@ def stir_shared(model):
     return model
 
 
-def test_zero_value_residual_is_plain():
+def test_model_zero_value_residual_is_plain():
     for arch, parent in (("resformer", "plain"), ("block_resformer", "block")):
         base = stir(tiny(parent))
         model = tiny(arch + ":learnable=true")
@@ -2970,7 +1357,7 @@ def test_zero_value_residual_is_plain():
         assert apart(model, base) == 0
 
 
-def test_depth_attention_without_queries_is_the_mean_of_values():
+def test_model_depth_attention_without_queries_is_the_mean_of_values():
     """q = 0: uniform weights over the anchors (layers 0 and L/2) before a layer, and itself; mixed values are handed on."""
     model = stir(tiny("depth_attention"))
     with torch.no_grad():
@@ -2995,7 +1382,7 @@ def test_depth_attention_without_queries_is_the_mean_of_values():
         assert (mixed[l] - (inputs[l] + sum(anchors)) / (1 + len(anchors))).abs().max() < 1e-6
 
 
-def test_mhc_keeps_the_sum_of_its_streams(monkeypatch):
+def test_model_mhc_keeps_the_sum_of_its_streams(monkeypatch):
     """Doubly stochastic mixing passes the sum on; a sub-layer adds 2 (sigmoid(1) + 3 sigmoid(-1)) of its output to it."""
     sums, outs, real = [], [], Streams.write
 
@@ -3018,7 +1405,7 @@ def test_mhc_keeps_the_sum_of_its_streams(monkeypatch):
     assert weights[0][0, 0, 0, 0] == pytest.approx(1 / (1 + 3 * math.exp(-8)), rel=1e-6)
 
 
-def test_rivals_decay_and_starting_weights():
+def test_model_rivals_decay_and_starting_weights():
     """No mixer is decayed or enters the pairing; MUDD's W1 is drawn by name, fan-in normal; all else starts as specified."""
     for arch in RIVALS:
         model = tiny(arch, n_embd=64)
@@ -3046,14 +1433,8 @@ def test_rivals_decay_and_starting_weights():
 @pytest.mark.parametrize("spec, name", [
     ("rd", "rd"), ("mhar:sources=full:heads=04", "mhar:heads=4:sources=full"), ("mhar:heads=2:sources=block", "mhar"),
     ("resformer:learnable=true", "resformer:learnable=true"), ("lowrank:sources=full:rank=64", "lowrank:sources=full")])
-def test_an_arm_has_one_name(spec, name):
+def test_model_an_arm_has_one_name(spec, name):
     assert canonical(spec) == name and find_arm(spec) == find_arm(name)
-
-
-def test_one_arm_under_two_names_runs_once(capsys):
-    assert train.main(["--arch=mhar,mhar:heads=2,mhar:heads=4", "--scale=nano", "--n_layer=2", "--n_embd=32", "--n_head=2",
-                       "--context=16", "--dry_run"]) == 0
-    assert [line.split(":")[0].split("-")[1] for line in capsys.readouterr().out.splitlines()] == ["mhar", "mhar_heads4"]
 
 
 @pytest.mark.parametrize("spec, words", [
@@ -3062,13 +1443,13 @@ def test_one_arm_under_two_names_runs_once(capsys):
     ("mhar:sources=all", "sources wants block or full"), ("rd:heads=2", "rd takes none"), ("mhra", "did you mean mhar?"),
     ("lowrank:rank=33", "rank not exceed it"), ("resformer:learnable=yes", "learnable wants false or true"),
     ("mhar:", "no such option ''"), ("full:sources=block", "full takes none")])
-def test_bad_arm_options(spec, words):
+def test_model_bad_arm_options(spec, words):
     with pytest.raises(BadInput) as e:
         tiny(spec)
     assert words in str(e.value) and len(str(e.value).splitlines()) == 1
 
 
-def test_backends_of_arms_without_a_fused_path():
+def test_model_backends_of_arms_without_a_fused_path():
     """fused is refused in one line; auto takes what every arm of the command has."""
     for arch in ARMS:
         if ARMS[arch].fused:
@@ -3090,7 +1471,7 @@ def test_backends_of_arms_without_a_fused_path():
         train.choose_backend, train.Flags.together = chosen, ()
 
 
-def test_records_of_mixing_weights():
+def test_model_records_of_mixing_weights():
     """[R, K, N] for each mixture over depth, in order; distributions where the arm's weights are."""
     x, _ = tokens()
     for arch, shapes in dict(
@@ -3125,15 +1506,824 @@ def saved_numbers(arch, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rivals_keep_little_for_the_backward(dtype):
+def test_model_rivals_keep_little_for_the_backward(dtype):
     """Every read keeps its sources by reference: nothing grows with the square of depth."""
     block = saved_numbers("block", dtype)
     for arch in ("full", "full_rd", "delta", "mhar:sources=full", "lowrank:sources=full", "denseformer", "mudd_rd"):
         assert saved_numbers(arch, dtype) < 1.5 * block, arch
 
 
+# ---------------------------------------------------------------------------------------------------------
+# route_kernel.py
+
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+ROUTE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUTE_BACKENDS = ["reference"]
+if rk.triton is not None and (rk.INTERPRETED or ROUTE_DEVICE == "cuda"):
+    ROUTE_BACKENDS.append("fused")
+route_fused = pytest.mark.skipif("fused" not in ROUTE_BACKENDS, reason="needs triton")
+
+
+def published_route(sources, queries, key_gain, out_gain=None, eps=1e-6):
+    """The read in the form its authors publish: stack, normalise, two einsums. Slow, plain, and the oracle here."""
+    values = torch.stack(sources)
+    keys = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * key_gain
+    weights = torch.einsum("rd,k...d->rk...", queries, keys).softmax(1)
+    mixtures = torch.einsum("rk...,k...d->r...d", weights, values)
+    if out_gain is not None:
+        mixtures = mixtures * torch.rsqrt(mixtures.square().mean(-1, keepdim=True) + eps) * out_gain
+    return tuple(mixtures)
+
+
+class PublishedDepth:
+    """Depth's interface over `published_route`, with residual additions by autograd."""
+
+    def __init__(self, x):
+        self.completed, self.partial = [x], None
+
+    def read(self, queries, key_gain, out_gain=None, ahead=None, last=False):
+        sources = self.completed + ([] if self.partial is None else [self.partial])
+        return published_route(sources, queries, key_gain, out_gain)
+
+    def write(self, out):
+        self.partial = out if self.partial is None else self.partial + out
+
+    def finish_block(self):
+        if self.partial is not None:
+            self.completed, self.partial = self.completed + [self.partial], None
+
+
+def route_error(a, b):
+    """|a - b| / |b| over the whole tensor; |a - b| where b is 0."""
+    b = b.double()
+    return ((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1)).item()
+
+
+def route_example(d, K, R, norm=True, shape=(5,), dtype=torch.float32, seed=0):
+    """Parameters [queries, key_gain(, out_gain)], sources and upstream gradients."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*size, scale=1.0):
+        return (torch.randn(*size, generator=g) * scale).to(ROUTE_DEVICE)
+
+    parameters = [draw(R, d, scale=d ** -0.5), draw(d)] + ([draw(d)] if norm else [])
+    sources = [draw(*shape, d).to(dtype) for _ in range(K)]
+    return parameters, sources, [draw(*shape, d).to(dtype) for _ in range(R)]
+
+
+def route_errors(backend, parameters, sources, up, leaf=lambda x: x):
+    """Errors of mixtures and of every gradient against float64 autograd of the published form; `leaf` maps each
+    source's leaf to what is read (a view, say)."""
+    def run(f, dtype, *more):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (*parameters, *sources)]
+        p, s = leaves[:len(parameters)], [leaf(x) for x in leaves[len(parameters):]]
+        out = f(tuple(s), *p, *([None] if len(p) == 2 else []), *more)
+        return (*out, *torch.autograd.grad(out, leaves, [u.to(out[0].dtype) for u in up]))
+
+    got = run(lambda *a: route(*a, backend=backend), None)
+    want = run(published_route, torch.float64)
+    assert all(g.shape == w.shape for g, w in zip(got, want))
+    return [route_error(g, w) for g, w in zip(got, want)]
+
+
+ROUTE_CASES = [(24, 3, 1), (24, 7, 2), (24, 33, 2), (24, 9, 3), (100, 1, 1), (100, 2, 3), (100, 5, 2), (576, 1, 2),
+               (576, 5, 2), (576, 2, 1), (832, 5, 2), (832, 2, 3), (832, 7, 1), (1025, 3, 2), (1025, 1, 3),
+               (1025, 5, 1)]
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+@pytest.mark.parametrize("d,K,R", ROUTE_CASES)
+@pytest.mark.parametrize("norm", [True, False])
+def test_kernel_route_is_the_published_one(backend, d, K, R, norm):
+    assert max(route_errors(backend, *route_example(d, K, R, norm, shape=(2, 3)))) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_route_puts_eps_where_the_method_does(backend):
+    parameters, sources, up = route_example(24, 3, 2)
+    assert max(route_errors(backend, parameters, [s * 1e-3 for s in sources], up)) < 1e-5  # mean squares near eps
+
+
+@pytest.mark.parametrize("d,K,R", [(24, 3, 2), (100, 5, 2), (576, 5, 3), (832, 1, 2)])
+def test_kernel_route_reference_in_bf16_is_as_good_as_its_roundings(d, K, R):
+    """Mixtures and source gradients are rounded once (half an ulp is 2^-9); what is summed over rows, hardly."""
+    errors = route_errors("reference", *route_example(d, K, R, shape=(600,), dtype=torch.bfloat16))
+    assert max(errors[:R]) < 2 ** -9 and max(errors[R + 3:]) < 2 ** -9
+    assert max(errors[R:R + 3]) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_route_takes_any_layout(backend):
+    parameters, sources, up = route_example(100, 3, 2, shape=(3, 4))
+    up = [torch.ones((), device=ROUTE_DEVICE).expand(3, 4, 100)] * 2  # what .sum().backward() sends: stride 0
+    for leaf in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x[:1].expand(3, 4, 100),
+                 lambda x: x.flip(0)[::2].repeat_interleave(2, 0)[:3],
+                 lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1)):
+        assert max(route_errors(backend, parameters, sources, up, leaf)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_route_gold_vector(backend):
+    one, two = torch.eye(4, device=ROUTE_DEVICE)[:2]
+    query = torch.tensor([[2.0, 0, 0, 0]], device=ROUTE_DEVICE)
+    (h,) = route((one, two), query, torch.ones(4, device=ROUTE_DEVICE), eps=1e-12, backend=backend)
+    assert h[0].item() == pytest.approx(0.9820138, abs=1e-7) and h[1].item() == pytest.approx(1 - 0.9820138, abs=1e-7)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_route_gradients_that_are_exactly_zero(backend):
+    def grads(K, zero):
+        parameters, sources, up = route_example(24, K, 2)
+        queries, key_gain, out_gain = (p.requires_grad_() for p in parameters)
+        queries = (queries.detach() * (0 if zero else 1)).requires_grad_()
+        mixtures = route(sources, queries, key_gain, out_gain, backend=backend)
+        return torch.autograd.grad(mixtures, [queries, key_gain, out_gain], up)
+
+    queries, key_gain, out_gain = grads(1, False)  # one source: its weight is 1 whatever the score
+    assert not queries.any() and not key_gain.any() and out_gain.all()
+    queries, key_gain, out_gain = grads(3, True)  # a gain reaches the score through the query only
+    assert queries.all() and not key_gain.any()
+
+
+def depth_walk(memory, parameters, layers, block_layers=2, ahead=True):
+    """The model's order of reads and writes with stand-ins for its sub-layers. Returns the output read."""
+    given = iter(parameters)
+    for i in range(layers):
+        queries, gain, norm, mlp_query, mlp_gain, mlp_norm, weight = (next(given) for _ in range(7))
+        if i % block_layers == 0:
+            memory.finish_block()
+        mixtures = memory.read(queries, gain, norm, ahead=(mlp_query, mlp_gain) if ahead else None)
+        memory.write(torch.tanh(sum((j + 1) * h for j, h in enumerate(mixtures)) @ weight.to(mixtures[0].dtype)))
+        (h,) = memory.read(mlp_query, mlp_gain, mlp_norm)
+        memory.write(torch.tanh(h @ weight.t().to(h.dtype)))
+    memory.finish_block()
+    query, gain, norm = given
+    return memory.read(query, gain, norm, last=True)[0]
+
+
+def depth_parameters(R, layers, d=24, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def read(R):
+        return [torch.randn(R, d, generator=g) * 0.2, *(torch.rand(2, d, generator=g) + 0.5)]
+
+    out = [x for _ in range(layers) for x in (*read(R), *read(1), torch.randn(d, d, generator=g) / d ** 0.5)] + read(1)
+    return [torch.randn(2, 3, d, generator=g).to(ROUTE_DEVICE)] + [x.to(ROUTE_DEVICE) for x in out]
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+@pytest.mark.parametrize("R,ahead", [(1, True), (2, True), (2, False), (3, True)])
+def test_kernel_depth_is_the_published_method(backend, R, ahead):
+    inputs = depth_parameters(R, layers=5)
+
+    def run(make, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        y = depth_walk(make(leaves[0]), leaves[1:], 5, ahead=ahead)
+        up = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=dtype).view(y.shape)
+        return (y, *torch.autograd.grad(y, leaves, up))
+
+    got, want = run(lambda x: Depth(x, backend), torch.float32), run(PublishedDepth, torch.float64)
+    assert max(route_error(g, w) for g, w in zip(got, want)) < 1e-5
+
+
+@pytest.mark.parametrize("backend,dtype", [(b, t) for b in ROUTE_BACKENDS for t in (torch.float32, torch.bfloat16)])
+def test_kernel_depth_equal_queries_give_the_parent_bit_for_bit(backend, dtype):
+    """R = 2 and 3 with copies of one query against R = 1, through the whole walk, and the gradient identity."""
+    for d, K in ((24, 2), (100, 5), (576, 3)):
+        (queries, *gains), sources, up = route_example(d, K, 1, shape=(10,), dtype=dtype)
+        (alone,) = route(sources, queries, *gains, backend=backend)
+        for R in (2, 3):
+            assert all(torch.equal(h, alone) for h in route(sources, queries.expand(R, d), *gains, backend=backend))
+    parameters = depth_parameters(1, layers=2)
+    x, parameters = parameters[0].to(dtype), parameters[1:]
+    one = [p.requires_grad_() for p in parameters]
+    two = [(torch.cat([p, p]) if i in (0, 7) else p).detach().requires_grad_() for i, p in enumerate(parameters)]
+
+    class Second(Depth):  # attention takes the mean of equal mixtures: exact in floating point
+        def read(self, queries, *args, **kwargs):
+            mixtures = super().read(queries, *args, **kwargs)
+            return mixtures if len(mixtures) == 1 else ((mixtures[0] + mixtures[1]) / 2,)
+
+    a, b = (depth_walk(kind(x, backend), p, 2, block_layers=1) for kind, p in ((Depth, one), (Second, two)))
+    assert torch.equal(a, b)
+    if dtype == torch.float32:
+        a.square().sum().backward()
+        b.square().sum().backward()
+        for p, q in zip(one, two):
+            assert route_error(q.grad.sum(0, keepdim=True) if len(q) > len(p) else q.grad, p.grad) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_depth_in_any_order_of_calls(backend):
+    """Hints that never come true, writes in a row, empty blocks, reads in a row, mixed dtypes."""
+    inputs = [x.double() for x in depth_parameters(1, layers=2, d=16)]
+
+    def walk(make, dtype):
+        x, q, g, n, q2, g2, n2, w, *_ = [x.to(dtype).requires_grad_() for x in inputs]
+        m, outs = make(x), []
+        m.finish_block()
+        m.write(torch.tanh(x @ w))
+        m.finish_block()
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.finish_block()
+        outs += m.read(q2, g2, n2)  # announced, but nothing was written
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.write(outs[-1] * 2)
+        m.write(outs[0] @ w)
+        outs += m.read(q2, g2)  # announced, and closed without a norm after two writes
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.write(outs[1] @ w)
+        m.finish_block()
+        outs += m.read(q2, g2, n2)  # announced before the block was finished
+        outs += m.read(q, g, n, ahead=(q2, g2))
+        m.write(outs[-1] * 0.5)
+        outs += m.read(q, g, n)  # another read than the one announced
+        m.write(outs[2])
+        outs += [*m.completed, m.partial] if isinstance(m, Depth) else [*m.completed, m.partial]
+        leaves = (x, q, g, n, q2, g2, n2, w)
+        return (*outs, *torch.autograd.grad(sum(o.square().sum() * (i + 1) for i, o in enumerate(outs)), leaves))
+
+    got, want = walk(lambda x: Depth(x, backend), torch.float32), walk(PublishedDepth, torch.float64)
+    assert max(route_error(g, w) for g, w in zip(got, want)) < 1e-5
+    depth = Depth(torch.randn(3, 16, device=ROUTE_DEVICE), backend)
+    depth.write(torch.ones(3, 16, device=ROUTE_DEVICE, dtype=torch.bfloat16))
+    assert depth.partial.dtype == torch.float32 and len(depth.completed) == 1
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_depth_adds_as_torch_adds(backend):
+    # the interpreter cuts bf16 off where a GPU rounds, so it is asked about fp16
+    dtype = torch.float16 if backend == "fused" and rk.INTERPRETED else torch.bfloat16
+    x, a, b = (torch.randn(64, 24, device=ROUTE_DEVICE).to(dtype) for _ in range(3))
+    q, g = torch.zeros(1, 24, device=ROUTE_DEVICE), torch.ones(24, device=ROUTE_DEVICE)
+    depth = Depth(x, backend)
+    depth.write(a)
+    depth.write(b)
+    depth.read(q, g)
+    assert torch.equal(depth.partial, a + b)
+    depth.read(q, g, ahead=(q, g))
+    depth.write(x)
+    depth.finish_block()
+    depth.read(q, g)
+    assert torch.equal(depth.completed[1], a + b + x)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_depth_records_weights(backend):
+    inputs = depth_parameters(2, layers=3)
+    record = []
+    with torch.no_grad():
+        depth_walk(Depth(inputs[0], backend, record=record), inputs[1:], 3)
+    assert [tuple(w.shape[:2]) for w in record] == [(2, 1), (1, 2), (2, 2), (1, 2), (2, 2), (1, 3), (1, 3)]
+    first = inputs[0]
+    assert all(w.dtype == torch.float32 and (w.sum(1) - 1).abs().max() < 1e-6 for w in record)
+    again = []
+    depth_walk(Depth(first, "reference", record=again), inputs[1:], 3)
+    assert max(route_error(a, b) for a, b in zip(record, again)) < 1e-5 and not any(w.requires_grad for w in again)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_depth_backward_under_autograds_features(backend):
+    """Pruned, repeated, frozen and checkpointed backward passes give what the whole one gives."""
+    from torch.utils.checkpoint import checkpoint
+    inputs = depth_parameters(2, layers=2)
+
+    def walk(leaves):
+        return depth_walk(Depth(leaves[0], backend), leaves[1:], 2)
+
+    before = [x.clone() for x in inputs]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = walk(leaves)
+    up = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
+    kept = up.clone()
+    whole = torch.autograd.grad(y, leaves, up, retain_graph=True)
+    again = torch.autograd.grad(y, leaves, up, retain_graph=True)
+    assert torch.equal(up, kept) and all(map(torch.equal, whole, again))  # to the bit, and nothing written into `up`
+    for i in (0, 4, 7):
+        (one,) = torch.autograd.grad(y, [leaves[i]], up, retain_graph=True)
+        assert route_error(one, whole[i]) < 1e-6
+    for frozen in ((0, 7), (1, 2, 4), tuple(range(1, len(inputs)))):
+        some = [x.clone().requires_grad_(i not in frozen) for i, x in enumerate(inputs)]
+        walk(some).backward(up)
+        for i, (x, g) in enumerate(zip(some, whole)):
+            assert x.grad is None if i in frozen else route_error(x.grad, g) < 1e-6
+    saved = [x.clone().requires_grad_() for x in inputs]
+    checkpoint(lambda *a: walk(a), *saved, use_reentrant=False).backward(up)
+    assert all(torch.equal(x.grad, g) for x, g in zip(saved, whole))
+    with torch.no_grad():
+        assert torch.equal(walk(inputs), y)
+    assert all(map(torch.equal, inputs, before)) and all(map(torch.equal, leaves, before))
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_route_with_mixtures_and_sources_left_unused(backend):
+    """Upstream gradients that are None: of one mixture, of the returned sources, of an opened read."""
+    (queries, key_gain, out_gain), sources, up = route_example(24, 3, 2)
+    leaves = [x.requires_grad_() for x in (queries, key_gain, out_gain, *sources)]
+    h = route(sources, queries, key_gain, out_gain, backend=backend)[1]
+    h64 = published_route([s.double() for s in sources], queries.double(), key_gain.double(), out_gain.double())[1]
+    for g, w in zip(torch.autograd.grad(h, leaves, up[1]), torch.autograd.grad(h64, leaves, up[1].double())):
+        assert route_error(g, w) < 1e-5
+    depth = Depth(sources[0] * 1, backend)
+    depth.write(sources[1] * 1)
+    depth.read(queries, key_gain, ahead=(queries[:1], out_gain))  # nobody uses its mixtures
+    assert torch.equal(torch.autograd.grad(depth.partial, [sources[1]], up[0])[0], up[0])
+
+
+def test_kernel_route_computes_in_fp32_under_autocast():
+    parameters, sources, _ = route_example(100, 3, 2)
+    want = route(sources, *parameters, backend="reference")
+    with torch.autocast(ROUTE_DEVICE, torch.bfloat16):
+        got = route(sources, *parameters, backend="reference")
+    assert all(map(torch.equal, got, want))
+
+
+def test_kernel_route_reference_does_not_depend_on_chunks(monkeypatch):
+    parameters, sources, up = route_example(100, 3, 2, shape=(70,))
+    sizes = iter([16, 16, 70, 70])
+    monkeypatch.setattr(rk, "chunks", lambda *a: next(sizes))
+    first, second = (route_errors("reference", parameters, sources, up) for _ in range(2))
+    assert max(first) < 1e-5 and max(second) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_route_ops_pass_opcheck(backend):
+    (queries, key_gain, out_gain), sources, up = route_example(24, 3, 2)
+    fused = backend == "fused"
+    parameters = [queries, key_gain, out_gain, *((queries[:1] * 2, out_gain) if fused else (None, None))]
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    args = (sources, up[0] if fused else None, None, parameters, 2, 1e-6, backend)
+    torch.library.opcheck(rk.read_op, args, test_utils=tests)
+    out = rk.read_op(*args)
+    dopened = [up[0], up[0][:, 0].contiguous(), out[4]] if fused else []
+    running, needed = [up[0], None, up[1]], [True, False, True]
+    args = (sources, running, needed, up, dopened, parameters, out[-4:], 2, False, backend)
+    torch.library.opcheck(rk.read_backward_op, args, test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
+def test_kernel_depth_compiles_whole_once_a_shape(backend):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    inputs = depth_parameters(2, layers=2)
+    compiles = []
+
+    def count(graph, example):
+        compiles.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def walk(*leaves):
+        return depth_walk(Depth(leaves[0], backend), leaves[1:], 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(walk, fullgraph=True, backend=aot_autograd(fw_compiler=count))
+    eager, fast = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    for _ in range(2):
+        a, b = walk(*eager), compiled(*fast)
+        a.square().sum().backward()
+        b.square().sum().backward()
+    assert torch.equal(a, b) and all(route_error(y.grad, x.grad) < 1e-6 for x, y in zip(eager, fast))
+    assert len(compiles) == 2  # one forward, one backward
+
+
+@route_fused
+def test_kernel_route_passes_are_counted():
+    assert rk.count_passes(16, 2) <= 35 and rk.count_passes(24, 2) <= 39
+    assert rk.count_passes(3, 2, backend="reference") > rk.count_passes(3, 2)  # it adds residuals in their own passes
+
+
+def test_kernel_route_says_what_cannot_be():
+    parameters, sources, _ = route_example(24, 2, 1)
+    queries, key_gain, out_gain = parameters
+    a, b = sources
+    for bad in (((), queries, key_gain), ((a, b[:2]), queries, key_gain), ((a, b.double()), queries, key_gain),
+                (sources, queries[0], key_gain), (sources, queries, key_gain[:3])):
+        with pytest.raises(BadInput):
+            route(*bad, backend="reference")
+    assert choose_backend("reference", "cpu")[0] == "reference"
+    assert choose_backend("auto", "cpu")[0] == "reference" and "cpu" in choose_backend("auto", "cpu")[1]
+    with pytest.raises(BadInput, match="want auto, reference or fused"):
+        choose_backend("fast", "cpu")
+
+
+def test_kernel_route_without_triton_or_gpu_is_said(monkeypatch):
+    monkeypatch.setattr(rk, "INTERPRETED", False)
+    with pytest.raises(BadInput, match="CUDA|triton"):
+        choose_backend("fused", "cpu")
+    monkeypatch.setattr(rk, "triton", None)
+    with pytest.raises(BadInput, match="triton is not installed"):
+        choose_backend("fused", "cuda")
+    backend, why = choose_backend("auto", "cuda")
+    assert backend == "reference" and "triton is not installed" in why
+
+
+# ---------------------------------------------------------------------------------------------------------
+# train.py
+
+
+def test_train_schedule():
+    """Method, section 2, at the paper's length."""
+    N = math.ceil(2e9 / 32768)
+    W = train.warmup_steps(N, 0.02)
+    assert (N, W) == (61036, 1221)
+    assert train.lr_at(1, N, W, 3e-4) == pytest.approx(3e-4 / 1221, rel=1e-12)
+    assert train.lr_at(W, N, W, 3e-4) == 3e-4 and train.lr_at(N, N, W, 3e-4) == pytest.approx(3e-5, rel=1e-12)
+    middle = (N + W) // 2
+    assert train.lr_at(middle, N, W, 3e-4) == pytest.approx(3e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * (middle - W) / (N - W)))), rel=1e-12)
+    assert [m * 32768 for m in train.milestones(N, None)] == [250_019_840, 500_006_912, 1_000_013_824, 2_000_027_648]
+    assert train.milestones(N, 15_259) == [7630, 15259]
+    assert train.milestones(1, None) == [1] and train.lr_at(1, 1, train.warmup_steps(1, 0.02), 1.0) == 1.0
+    assert train.milestones(N, 10) == [10]
+
+
+def test_train_data_order(tmp_path):
+    """Pure in (seed, B, T, n); every window once an epoch; batches run across epoch ends; shifted targets."""
+    path = write_bin(tmp_path / "train.bin", 16 * 10 + 5)
+    b = train.Batches(path, 16, 4, seed=5)
+    assert b.n == 10
+    flat = np.concatenate([b.indices(s) for s in range(5)])  # two epochs of 10 in five batches of 4
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and list(flat[:10]) != list(flat[10:])
+    expect = np.concatenate([np.random.RandomState([5, e]).permutation(10) for e in (0, 1)])
+    assert np.array_equal(flat, expect)
+    assert np.array_equal(b.indices(3), train.Batches(path, 16, 4, seed=5).indices(3)), "a later step alone gives the same"
+    bin = np.fromfile(path, "<u2")
+    for ranks in (1, 2, 4):
+        for micro in (1, 4 // ranks):
+            rows = [torch.cat((x, y[:, -1:]), 1) for r in range(ranks) for x, y in b.micro(2, micro, r, ranks)]
+            got = sorted(map(tuple, torch.cat(rows).tolist()))
+            assert got == sorted(tuple(bin[i * 16:i * 16 + 17].tolist()) for i in b.indices(2))
+
+
+def test_train_a_run_is_what_the_contract_says(toy_runs):
+    folder = the_run(toy_runs, "rd")
+    assert folder.name == "nano-rd-s123-datadata-steps12-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32"
+    c = json.loads((folder / "config.json").read_text())
+    assert {"arch", "scale", "seed", "backend", "max_steps", "tokens_per_step", "n_params", "data_fingerprint", "torch", "triton", "python",
+            "device", "git_commit", "git_dirty", "probe", "init_sha256"} <= set(c)
+    assert not any(isinstance(v, dict) for k, v in c.items() if k != "probe")
+    lines = timeless(folder)
+    steps = [x for x in lines if x["kind"] == "train"]
+    assert [x["step"] for x in steps] == list(range(1, 13)) and [x["tokens"] for x in steps] == [64 * n for n in range(1, 13)]
+    assert [x["lr"] for x in steps] == [train.lr_at(n, 12, 1, 3e-3) for n in range(1, 13)]
+    evals = [x for x in lines if x["kind"] == "eval"]
+    assert [x["step"] for x in evals] == [2, 3, 6, 12] and all(x["eval_tokens"] == 320 and len(x["js"]) == 4 for x in evals)
+    assert evals[-1]["js"][0] == 0 and evals[-1]["js_mean"] == pytest.approx(sum(evals[-1]["js"][1:]) / 3, rel=1e-12)
+    assert lines[-1] == dict(kind="end", status="complete", step=12, tokens=768)
+    windows = np.load(folder / "eval" / "val-000012.npy")
+    assert windows.dtype == np.float64 and windows.shape == (20,) and windows.mean() == pytest.approx(evals[-1]["nll"], abs=1e-12)
+    assert evals[-1]["ppl"] == pytest.approx(math.exp(evals[-1]["nll"]))
+    plan = json.loads((toy_runs / "plan.json").read_text())["plans"][0]
+    assert plan["arms"] == ["block", "rd"] and plan["runs"][1] == folder.name
+    a, b = (json.loads((the_run(toy_runs, x) / "config.json").read_text()) for x in ("block", "rd"))
+    assert a["init_sha256"] == b["init_sha256"]
+
+
+def test_train_first_loss_is_before_the_first_update(toy_runs, toy):
+    """The logged loss of step 1 is that before the update, on the windows that the data order names."""
+    folder = the_run(toy_runs, "block")
+    c = json.loads((folder / "config.json").read_text())
+    bin = np.fromfile(toy / "train.bin", "<u2").astype(np.int64)
+    index = np.random.RandomState([123, 0]).permutation((len(bin) - 1) // 16)[:4]
+    ids = torch.from_numpy(np.stack([bin[i * 16:i * 16 + 17] for i in index]))
+    want = published_forward(GPT(evaluation.model_config(c), seed=123), ids[:, :-1])
+    want = F.cross_entropy(want.flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert timeless(folder)[0]["loss"] == pytest.approx(want, abs=1e-6)
+
+
+def test_train_twice_the_same_command_twice_the_same_run(toy_runs, toy, tmp_path):
+    code, folder = train_here(tmp_path, toy, arch="rd")
+    assert code == 0 and timeless(folder) == timeless(the_run(toy_runs, "rd"))
+    same_state(folder, the_run(toy_runs, "rd"))
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 7, 12])
+def test_train_resume_is_exact(toy_runs, toy, tmp_path, stop_at, monkeypatch):
+    """A signal at any step, then the same command: the bytes of an undisturbed run, across an epoch end as well."""
+    real, number = train.update, signal.SIGINT if stop_at == 7 else signal.SIGTERM
+    bin = toy / "train.bin"
+    assert (bin.stat().st_size // 2 - 1) // 16 < 12 * 4, "the run is to cross an epoch's end"
+
+    def update(model, optimizer, lr, clip):
+        update.calls += 1
+        if update.calls == stop_at:
+            train.STOP["signal"] = number
+        return real(model, optimizer, lr, clip)
+    update.calls = 0
+    monkeypatch.setattr(train, "update", update)
+    train.probe()  # its own updates do not count
+    update.calls = 0
+    code, folder = train_here(tmp_path, toy, arch="rd")
+    train.STOP["signal"] = 0
+    assert code == 128 + number and timeless(folder)[-1]["status"] == "stopped"
+    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == stop_at
+    monkeypatch.undo()
+    assert train.main(as_flags(data=toy, out=tmp_path, arch="rd")) == 0
+    assert timeless(folder) == timeless(the_run(toy_runs, "rd"))
+    same_state(folder, the_run(toy_runs, "rd"))
+
+
+def test_train_kill_during_a_save_leaves_the_previous_checkpoint(toy, tmp_path):
+    """SIGKILL at the moment of the rename, the worst one; the restart ends as if nothing had been."""
+    script = ("import os, sys, train\n"
+              "real, calls = os.replace, [0]\n"
+              "def replace(a, b):\n"
+              "    if str(b).endswith('ckpt.pt'):\n"
+              "        calls[0] += 1\n"
+              "        if calls[0] == 3: os.kill(os.getpid(), 9)\n"
+              "    real(a, b)\n"
+              "os.replace = replace\n"
+              "train.main(sys.argv[1:])\n")
+    flags = as_flags(data=toy, out=tmp_path, arch="block")
+    done = run_command("-c", script, *flags)
+    folder = next(tmp_path.glob("nano-*"))
+    assert done.returncode == -9 and torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 3
+    assert (folder / "lock").exists(), "the killed process could not remove its lock; the next one takes it over"
+    assert train.main(flags) == 0
+    code, straight = train_here(tmp_path / "straight", toy, arch="block")
+    assert timeless(folder) == timeless(straight)
+    same_state(folder, straight)
+    assert not (folder / "lock").exists()
+
+
+def test_train_accumulation_changes_nothing(toy, tmp_path):
+    runs = [train_here(tmp_path / str(m), toy, arch="rd", micro_batch=m, tag=f"m{m}")[1] for m in (4, 2, 1)]
+    first = timeless(runs[0])
+    for other in map(timeless, runs[1:]):
+        for a, b in zip(first, other):
+            for key in ("loss", "grad_norm", "nll"):
+                assert key not in a or a[key] == pytest.approx(b[key], rel=1e-6)
+    a, b = (torch.load(r / "ckpt.pt", weights_only=True)["model"] for r in (runs[0], runs[2]))
+    moved = math.sqrt(sum((a[k] - b[k]).square().sum().item() for k in a) / sum(a[k].square().sum().item() for k in a))
+    assert moved < 1e-5
+
+
+def test_train_early_stop_keeps_the_schedule(toy_runs, toy, tmp_path):
+    code, folder = train_here(tmp_path, toy, arch="rd", stop_tokens=6 * 64)
+    lines, whole = timeless(folder), timeless(the_run(toy_runs, "rd"))
+    assert "-stop6-" in folder.name and lines[-1] == dict(kind="end", status="complete", step=6, tokens=384)
+    assert lines[:-1] == [x for x in whole if x["step"] <= 6]
+
+
+def test_train_finished_runs_are_skipped_and_a_failing_one_does_not_end_a_sweep(toy, tmp_path, capsys):
+    flags = as_flags(data=toy, out=tmp_path, arch="block", seed="1,2", max_steps=4)
+    for folder in ("nano-block-s1-datadata-steps4-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32",):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ckpt.pt").write_bytes(b"not a checkpoint")
+        (tmp_path / folder / "config.json").write_text("{}")
+    assert train.main(flags) == 1
+    out = capsys.readouterr().out
+    assert "1 failed; 1 complete" in out and "s1-" in out.split("failed: ")[1]
+    assert train.main(flags) == 1
+    assert "1 done" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "plan.json").read_text())["plans"]) == 1
+
+
+def test_train_divergence_is_caught_and_marked(toy, tmp_path, monkeypatch):
+    real = train.accumulate
+    calls = [0]
+
+    def accumulate(*a):
+        calls[0] += 1
+        return real(*a) * (math.nan if calls[0] == 8 else 1)
+    monkeypatch.setattr(train, "accumulate", accumulate)
+    with pytest.raises(Failed, match="step 8 is not finite"):
+        train_here(tmp_path, toy, arch="rd")
+    folder = next(tmp_path.glob("nano-*"))
+    lines = timeless(folder)  # strict JSON: json.loads would let NaN through, so look
+    assert "NaN" not in (folder / "metrics.jsonl").read_text()
+    assert lines[-1]["status"] == "diverged" and lines[-1]["step"] == 8 and lines[-2]["step"] == 7
+    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 6
+    with pytest.raises(Failed, match="diverged; the same command"):
+        train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
+
+
+def test_train_resume_with_other_settings_is_refused(toy_runs, toy, tmp_path):
+    """A folder that was begun with other settings, data or code is not continued; every difference is named. A complete
+    run that other code made is left alone: whether it pairs is for stats.py to say."""
+    folder = tmp_path / the_run(toy_runs, "rd").name
+    shutil.copytree(the_run(toy_runs, "rd"), folder)
+    c, metrics = json.loads((folder / "config.json").read_text()), (folder / "metrics.jsonl").read_text()
+    before = (folder / "ckpt.pt").read_bytes()
+    go = lambda: train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
+    for change, words in ((dict(lr=1.0, data_fingerprint="x"), ["lr: 1.0 before, 0.003 now", "data_fingerprint: x before"]),
+                          (dict(probe={**c["probe"], "rd": [0.0] * 7}), ["the code:"])):
+        (folder / "config.json").write_text(json.dumps({**c, **change}))
+        (folder / "metrics.jsonl").write_text(metrics.replace('"complete"', '"stopped"'))
+        with pytest.raises(BadInput) as e:
+            go()
+        assert all(w in str(e.value) for w in words)
+    (folder / "metrics.jsonl").write_text(metrics)
+    assert go() == 0
+    (folder / "config.json").write_text(json.dumps({**c, "lr": 1.0}))
+    with pytest.raises(BadInput, match="lr: 1.0 before"):
+        go()
+    assert (folder / "ckpt.pt").read_bytes() == before and (folder / "metrics.jsonl").read_text() == metrics
+
+
+def test_train_a_lock_is_respected_and_a_dead_one_taken_over(tmp_path):
+    lock = tmp_path / "lock"
+    with train.claim(lock, "it"):
+        with pytest.raises(train.Busy, match=f"process {os.getpid()} of this host"):
+            with train.claim(lock, "it"):
+                pass
+    assert not lock.exists()
+    lock.write_text(json.dumps(dict(host=socket.gethostname(), pid=2 ** 22 - 3, started="1", time="then")))
+    with train.claim(lock, "it"):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    lock.write_text(json.dumps(dict(host="elsewhere", pid=1, started="1", time="then")))
+    with pytest.raises(train.Busy, match="elsewhere.*--force"):
+        with train.claim(lock, "it"):
+            pass
+    with train.claim(lock, "it", force=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_upcycling_starts_as_its_parent(toy_runs, toy, tmp_path):
+    parent = the_run(toy_runs, "block")
+    code, folder = train_here(tmp_path, toy, arch="rd", init_from=parent, max_steps=4)
+    first = next(x for x in timeless(folder) if x["kind"] == "eval")
+    last = [x for x in timeless(parent) if x["kind"] == "eval"][-1]
+    assert first["step"] == 0 and first["nll"] == last["nll"] and first["js"] == [0.0] * 4
+    with pytest.raises(BadInput, match="would mean something else, n_head is 2 there and 4 here"):
+        train_here(tmp_path, toy, arch="rd", init_from=parent, max_steps=4, n_head=4)
+
+
+def test_train_freeze(toy, tmp_path):
+    _, folder = train_here(tmp_path, toy, arch="rd", freeze="*.query.v", max_steps=4)
+    model, c, _ = evaluation.load_run(folder, torch.device("cpu"))
+    assert all(x.attn_read.query["v"].abs().max() == 0 for x in model.layers) and c["n_params_frozen"] == 4 * 32
+    assert model.layers[1].attn_read.query["qk"].abs().max() > 0
+    for pattern, word in (("nothing", "no"), ("*", "every")):
+        with pytest.raises(BadInput, match=f"matches {word} parameter"):
+            train_here(tmp_path, toy, arch="rd", freeze=pattern, max_steps=4)
+
+
+def test_train_names():
+    """Settings that are not the scale's default enter a run's name, in order; machine settings never."""
+    name = lambda **kw: train.resolve(train.Flags(device="cpu", **kw), torch.device("cpu"), 1)["name"]
+    assert name(arch="rd", scale="S", seed=123) == "S-rd-s123"
+    assert name(arch="rd", scale="S", seed=7, lr=3e-4, max_tokens=2_000_000_000, batch_size=32, context=1024) == "S-rd-s7"
+    assert name(arch="rd", scale="nano", lr=6e-4) == "nano-rd-s123-lr6e-4"
+    assert name(arch="block", scale="S", micro_batch=2, compile=True, tag="x") == "S-block-s123-x"
+    assert name(arch="rd", scale="S", stop_tokens=500_000_000) == "S-rd-s123-stop15259"
+    assert name(arch="rd", scale="M", backend="reference", grad_clip=0.0, residual_dtype="float32") \
+        == "M-rd-s123-clip0-residualfloat32-backendreference"
+
+
+def test_train_micro_batch_and_ranks():
+    resolve = lambda ranks, **kw: train.resolve(train.Flags(scale="S", device="cpu", **kw), torch.device("cpu"), ranks)
+    assert resolve(1)["micro_batch"] == 8 and resolve(4, batch_size=12)["micro_batch"] == 3
+    with pytest.raises(BadInput, match="batch_size=32 does not divide among 3 ranks; nearest: 30 or 33"):
+        resolve(3)
+    with pytest.raises(BadInput, match="micro_batch=5 .*nearest: 4 or 8"):
+        resolve(1, micro_batch=5)
+
+
+@pytest.mark.parametrize("words, flags", [
+    (["unknown flag --lrr; did you mean --lr?"], ["--lrr=1"]),
+    (["--max_steps=1.5 wants a whole number", "--lr=x wants a number"], ["--max_steps=1.5", "--lr=x"]),
+    (["did you mean frozen_v?"], ["--arch=frozenv", "--scale=nano"]),
+    (["--scale=L wants one of S, M, nano"], ["--scale=L"]),
+    (["give --max_steps or --max_tokens, not both"], ["--max_steps=5", "--max_tokens=1e6"]),
+    (["data/none", "prepare.py"], ["--data=data/none"]),
+    (["lies beyond the schedule"], ["--max_steps=5", "--stop_tokens=1e9"]),
+    (["--batch_size=0 must be at least 1"], ["--batch_size=0"]),
+    (["no GPU is visible"], ["--device=cuda"]),
+    (["is not a usable folder name"], ["--scale=nano", "--tag=a/b"]),
+    (["--arch=: no such arm.", "did you mean block?"], ["--arch=rd,,blok"]),
+])
+def test_train_bad_training_input(words, flags, tmp_path):
+    if "--device=cuda" in flags and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run_command("train.py", *flags, f"--out={tmp_path}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(w in done.stderr for w in words), done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.strip().splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words, flags", [
+    (["tokens, the paper's slice is 10,485,760", "--shards=3"], dict(scale="S", context=16)),
+    (["training tokens are asked for and", "--repeat_data"], dict(scale="S", eval_tokens=64, context=16, max_tokens=10 ** 7)),
+    (["less than one window of 4096 + 1"], dict(scale="nano", context=4096)),
+])
+def test_train_data_too_small_for_the_run(words, flags, toy, tmp_path):
+    with pytest.raises(BadInput) as e:
+        train.main([f"--{k}={v}" for k, v in flags.items()] + [f"--data={toy}", f"--out={tmp_path}", "--device=cpu"])
+    assert all(w in str(e.value) for w in words) and not list(tmp_path.iterdir())
+
+
+def test_train_a_benchmark_times_every_arm_beside_the_first(monkeypatch, capsys):
+    """Where memory holds two workers at a time, each later arm is timed in a group with the first."""
+    alive, most, rounds = [], [], []
+
+    class Worker:
+        def __init__(self, command, **_):
+            self.arch = next((word[7:] for word in command if word.startswith("--arch=")), "rd")
+            alive.append(self.arch)
+            most.append(len(alive))
+
+        def kill(self):
+            alive.remove(self.arch)
+
+        def wait(self):
+            return 0
+
+    def ask(worker, steps, label):
+        seconds = {"block": 2.0, "plain": 1.0, "rd": 4.0}[worker.arch]
+        if steps is not None:
+            rounds.append(worker.arch)
+        return dict(seconds=seconds * (steps or 1), memory=10 ** 9, tokens=100, dtype="float32", backend="reference", micro_batch=1,
+                    batch_size=1, routing=3, flops_per_token=10 ** 6)
+
+    for name, fake in (("ask", ask), ("free_memory", lambda device: 0.0), ("matmul_rate", lambda *_: 1e9)):
+        monkeypatch.setattr(train, name, fake)
+    monkeypatch.setattr(train.subprocess, "Popen", Worker)
+    members = parse_flags(train.Flags, ["--arch=block,plain,rd", "--scale=nano", "--rounds=2"], "", lists=True)
+    assert train.benchmark(members, torch.device("cpu")) == 0
+    out = capsys.readouterr().out
+    assert not alive and max(most) == 2 and rounds == ["plain", "block", "block", "plain", "rd", "block", "block", "rd"]
+    for row in ("| block | reference, float32 | 50 | 1.000 (1.000-1.000) | 5.0% |",
+                "| plain | reference, float32 | 100 | 2.000 (2.000-2.000) | 10.0% |",
+                "| rd | reference, float32 | 25 | 0.500 (0.500-0.500) | 2.5% |"):
+        assert row in out
+
+
+def test_train_compiled_and_plain_checkpoints_are_the_same_file(monkeypatch):
+    """No _orig_mod. prefixes, no second copy of the tied weights; compiled layers compute the same."""
+    a, b = stir(tiny("rd")), stir(tiny("rd"), seed=4)
+    train.compile_layers(a, backend="eager")  # needs no C++ compiler
+    x, y = tokens()
+    a(x, y)[1].backward()
+    assert list(a.state_dict()) == list(b.state_dict()) and "lm_head" not in str(list(a.state_dict()))
+    b.load_state_dict(a.state_dict())
+    assert torch.allclose(a(x), b(x), atol=1e-6)
+    a.load_state_dict(b.state_dict())
+    assert a.wte.grad is not None and sum(p.numel() for p in a.parameters()) == a.count()["total"]
+    torch._dynamo.reset()
+
+
+def test_train_a_full_disk_loses_nothing(toy, tmp_path, monkeypatch):
+    """No space during a save: one line, exit code 2, and the previous checkpoint loads."""
+    real, calls = torch.save, [0]
+
+    def save(obj, f):
+        calls[0] += 1
+        if calls[0] == 3:
+            f.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(obj, f)
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError):
+        train_here(tmp_path, toy, arch="rd")
+    folder = next(tmp_path.glob("nano-*"))
+    assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == 3
+    assert not list(folder.glob(".*")), "nothing half written stays"
+    monkeypatch.undo()
+    code, straight = train_here(tmp_path / "straight", toy, arch="rd")
+    assert train.main(as_flags(data=toy, out=tmp_path, arch="rd")) == 0
+    assert timeless(folder) == timeless(straight)
+
+
+def test_train_too_little_disk_is_said_before_the_start(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(BadInput, match="need .* GB and 0.00 GB are free"):
+        train_here(tmp_path, toy, arch="rd")
+
+
+def test_train_two_ranks_train_as_one(toy, toy_runs, tmp_path):
+    """gloo, two processes: the same samples, losses and norms within float32's rounding; only rank 0 writes."""
+    done = run_command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+                       *as_flags(data=toy, out=tmp_path, arch="rd", micro_batch=2))
+    assert done.returncode == 0, done.stderr[-2000:]
+    two, one = timeless(next(tmp_path.glob("nano-*"))), timeless(the_run(toy_runs, "rd"))
+    assert len(two) == len(one)
+    for a, b in zip(two, one):
+        for key in ("loss", "grad_norm"):
+            assert key not in a or a[key] == pytest.approx(b[key], rel=1e-6)
+        assert "nll" not in a or abs(a["nll"] - b["nll"]) < 1e-6
+
+
+def test_train_starting_from_another_run_names_what_does_not_fit(own_run, toy, tmp_path):
+    for words, kw in (("is .* here and .* in the run to start from", dict(init_from=own_run, n_embd=16)),
+                      ("No such file", dict(init_from=tmp_path / "none")),
+                      ("nothing for", dict(init_from=own_run, n_layer=6))):
+        with pytest.raises(BadInput, match=words):
+            train_here(tmp_path / "out", toy, arch="q_k_v", max_steps=2, **kw)
+        assert not list((tmp_path / "out").glob("*/ckpt.pt"))
+
+
+def test_train_one_arm_under_two_names_runs_once(capsys):
+    assert train.main(["--arch=mhar,mhar:heads=2,mhar:heads=4", "--scale=nano", "--n_layer=2", "--n_embd=32", "--n_head=2",
+                       "--context=16", "--dry_run"]) == 0
+    assert [line.split(":")[0].split("-")[1] for line in capsys.readouterr().out.splitlines()] == ["mhar", "mhar_heads4"]
+
+
 @pytest.mark.parametrize("arch", ["full_rd", "delta", "mudd", "mhc", "depth_attention", "block_resformer:learnable=true"])
-def test_rivals_resume_and_are_evaluated(arch, toy, tmp_path, monkeypatch):
+def test_train_rivals_resume_and_are_measured(arch, toy, tmp_path, monkeypatch):
     """Stopped in the middle and continued: the same bytes; then evaluated by itself and sampled from."""
     code, straight = train_here(tmp_path / "a", toy, arch=arch)
     real, calls = train.update, [0]
@@ -3156,7 +2346,7 @@ def test_rivals_resume_and_are_evaluated(arch, toy, tmp_path, monkeypatch):
     assert (last["js"] is not None) == (arch == "full_rd")
 
 
-def test_two_ranks_train_rivals_as_one(toy, tmp_path):
+def test_train_two_ranks_train_rivals_as_one(toy, tmp_path):
     """Every parameter gets a gradient in every step, and a rank without a window knows how many sources there are."""
     arms = ("full_rd", "delta_block", "mudd_rd", "hc")
     flags = dict(data=toy, arch=",".join(arms), max_steps=3, eval_tokens=16)
@@ -3172,8 +2362,313 @@ def test_two_ranks_train_rivals_as_one(toy, tmp_path):
                 assert key not in a or a[key] == pytest.approx(b[key], rel=2e-6)
 
 
+# ---------------------------------------------------------------------------------------------------------
+# eval.py
+
+
+def test_eval_command_repeats_what_the_run_logged(toy_runs, toy):
+    folder = the_run(toy_runs, "rd")
+    logged = [x for x in timeless(folder) if x["kind"] == "eval"][-1]
+    stored = (folder / "eval" / "val-000012.npy").read_bytes()
+    (folder / "eval" / "val-000012.npy").unlink()
+    done = run_command("eval.py", folder, "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"{logged['nll']:.6f}" in done.stdout and f"{logged['bits_per_byte']:.5f}" in done.stdout
+    assert (folder / "eval" / "val-000012.npy").read_bytes() == stored
+    # bits per byte by hand: NLL over ln 2 and the UTF-8 bytes of the targets, EOS counting 0
+    ids = np.fromfile(toy / "val.bin", "<u2")[1:321]
+    n_bytes = len(open_data(toy).tokenizer().decode([i for i in ids if i != 3], skip_special_tokens=False).encode())
+    assert logged["bits_per_byte"] == pytest.approx(logged["nll"] * 320 / math.log(2) / n_bytes, rel=1e-9)
+
+
+def test_eval_evaluation_does_not_depend_on_its_batch(toy_runs, toy):
+    model, c, _ = evaluation.load_run(the_run(toy_runs, "rd"), torch.device("cpu"))
+    data, cpu = open_data(toy), torch.device("cpu")
+    results = [evaluation.evaluate(model, data, "val", 20, b, cpu, evaluation.make_autocast(cpu, "float32")) for b in (1, 3, 7, 20)]
+    for r in results[1:]:
+        assert abs(r["nll"] - results[0]["nll"]) < 1e-9 and np.allclose(r["js"], results[0]["js"], atol=1e-9)
+        assert r["bits_per_byte"] == pytest.approx(results[0]["bits_per_byte"], rel=1e-9)
+
+
+def test_eval_js_divergence():
+    p, q = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([0.2, 0.3, 0.5])
+    from scipy.spatial.distance import jensenshannon
+    got = evaluation.js_divergence(p[:, None], q[:, None]).item()
+    assert got == pytest.approx(jensenshannon(p.double(), q.double()) ** 2, abs=1e-6)
+    assert evaluation.js_divergence(torch.eye(2)[0], torch.eye(2)[1]).item() == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("what", ["missing", "no checkpoint", "other shape", "cut short", "other tokenizer"])
+def test_eval_bad_evaluation_input(toy_runs, tmp_path, what):
+    folder = tmp_path / "run"
+    if what != "missing":
+        shutil.copytree(the_run(toy_runs, "rd"), folder)
+    c = json.loads((the_run(toy_runs, "rd") / "config.json").read_text())
+    words = {"missing": "is not a folder", "no checkpoint": "has no ckpt.pt", "other shape": "does not fit its config.json",
+             "cut short": "does not load", "other tokenizer": "another tokenizer"}[what]
+    if what == "no checkpoint":
+        (folder / "ckpt.pt").unlink()
+    elif what == "other shape":
+        (folder / "config.json").write_text(json.dumps({**c, "n_embd": 64}))
+    elif what == "cut short":
+        (folder / "ckpt.pt").write_bytes((folder / "ckpt.pt").read_bytes()[:5000])
+    elif what == "other tokenizer":
+        (folder / "config.json").write_text(json.dumps({**c, "tokenizer_sha256": "0" * 64}))
+    with pytest.raises(BadInput, match=words):
+        evaluation.main([str(folder), "--device=cpu"])
+
+
+def eval_here(*args):
+    return evaluation.main([str(a) for a in args] + ["--device=cpu"])
+
+
+@pytest.fixture()
+def own_run(toy_runs, tmp_path):
+    """A copy of the toy rd run with routes far from uniform, and of the block run beside it."""
+    for arch in ("rd", "block"):
+        folder = tmp_path / arch
+        shutil.copytree(the_run(toy_runs, arch), folder)
+        model, _, _ = evaluation.load_run(folder, torch.device("cpu"))
+        saved = torch.load(folder / "ckpt.pt", weights_only=True)
+        torch.save({**saved, "model": stir(model, seed=3 if arch == "rd" else 4).state_dict()}, folder / "ckpt.pt")
+    return tmp_path / "rd"
+
+
+def stored(folder, name):
+    return json.loads((folder / "eval" / f"{name}.json").read_text())
+
+
+def measure_model(model, toy, windows=20):
+    cpu = torch.device("cpu")
+    return evaluation.evaluate(model, open_data(toy), "val", windows, 20, cpu, evaluation.make_autocast(cpu, "float32"))
+
+
+def test_eval_route_report_against_numpy_and_scipy(own_run, toy, capsys):
+    from scipy.spatial.distance import jensenshannon
+    from scipy.stats import entropy
+    eval_here(own_run, "--report")
+    report, text = stored(own_run, "report-val-000012"), capsys.readouterr().out
+    model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
+    ids = torch.from_numpy(np.fromfile(toy / "val.bin", "<u2")[:320].astype(np.int64)).view(20, 16)
+    record = []
+    with torch.no_grad():
+        model(ids, record=record)
+    weights = [w[r].double().numpy() for w in record for r in range(len(w))]  # [K, tokens] of each read
+    assert [(r["layer"], r["read"]) for r in report["reads"]] == \
+        [(l, read) for l in range(4) for read in ("qk", "v", "mlp")] + [(4, "out")]
+    assert [len(r["weights"]) for r in report["reads"]] == [1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert [r["running"] for r in report["reads"]] == [False, False, True, True, True, True] * 2 + [False]
+    for r, w in zip(report["reads"], weights):
+        assert np.allclose(r["weights"], w.mean(1), atol=1e-6) and np.allclose(r["weights_sd"], w.std(1), atol=1e-5)
+        assert r["entropy"] == pytest.approx(entropy(w).mean(), abs=1e-6)
+        assert r["entropy_sd"] == pytest.approx(entropy(w).std(), abs=1e-5)
+    for l, found in enumerate(report["js"]):
+        js = np.array([jensenshannon(a, b) ** 2 for a, b in zip(weights[3 * l].T, weights[3 * l + 1].T)])
+        of_mean = jensenshannon(weights[3 * l].mean(1), weights[3 * l + 1].mean(1)) ** 2
+        for key, want in dict(mean=js.mean(), sd=js.std(), of_mean=of_mean, q50=np.median(js), q90=np.percentile(js, 90)).items():
+            assert found[key] == pytest.approx(want, abs=2e-6)
+    assert report["js"][0]["mean"] == 0 and report["js"][3]["mean"] > 1e-3
+    assert f"{report['reads'][4]['weights'][0]:.3f} ± {report['reads'][4]['weights_sd'][0]:.3f}" in text
+    assert (own_run / "eval" / "report-val-000012.png").read_bytes().startswith(b"\x89PNG")
+    eval_here(own_run.parent / "block", "--report")  # one read: no JS
+    assert stored(own_run.parent / "block", "report-val-000012")["js"] == []
+
+
+def test_eval_interventions_equal_edited_weights(own_run, toy, capsys):
+    """Each intervention gives, to the last bit, the NLL of a model whose parameters were edited by hand."""
+    other = evaluation.load_state(own_run.parent / "block")[0]
+
+    def edit(change):
+        model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
+        with torch.no_grad():
+            for l, layer in enumerate(model.layers):
+                change(l, layer.attn_read.query, layer.mlp_read.query)
+        return model
+
+    def swap(l, q, _):
+        q["qk"], q["v"] = q["v"], q["qk"]
+    model = evaluation.load_run(own_run, torch.device("cpu"))[0]
+    third = {k: p.clone() for k, p in model.layers[3].attn_read.query.items()}
+    edits = {"v:qk": lambda l, q, _: q["v"].copy_(q["qk"]), "qk:v": lambda l, q, _: q["qk"].copy_(q["v"]), "swap": swap,
+             "v:uniform": lambda l, q, _: q["v"].zero_(), "qkv:uniform": lambda l, q, _: [p.zero_() for p in q.values()],
+             "mlp:uniform": lambda l, q, m: m["mlp"].zero_(), "qk:layer3": lambda l, q, _: q["qk"].copy_(third["qk"]),
+             f"v:run={own_run.parent / 'block'}": lambda l, q, _: q["v"].copy_(other[f"layers.{l}.attn_read.query.qkv"])}
+    before = measure_model(model, toy)
+    eval_here(own_run, f"--intervene={','.join(edits)}", "--eval_batch=20")
+    eval_here(own_run, "--intervene=swap,v:uniform", "--by_layer", "--eval_batch=20")
+    found = stored(own_run, "intervene-val-000012")["interventions"]
+    for text, change in edits.items():
+        after, e = measure_model(edit(change), toy), found[text.replace(f"{own_run.parent}/", "")]
+        assert (e["nll_before"], e["nll_after"]) == (before["nll"], after["nll"]) and e["delta"] != 0, text
+        d = after["window_nll"] - before["window_nll"]
+        from scipy.stats import ttest_1samp
+        assert np.allclose(e["t_ci"], ttest_1samp(d, 0).confidence_interval(0.95)) and e["delta"] == d.mean()
+        if text in ("swap", "v:uniform"):
+            one = measure_model(edit(lambda l, *q: change(l, *q) if l == 2 else None), toy)
+            assert e["by_layer"][2]["nll_after"] == one["nll"], text
+    assert found["v:qk"]["js_mean"] == 0 and before["js_mean"] > 0
+    assert (own_run / "eval" / "intervene-val-000012.png").exists() and f"{found['swap']['nll_after']:.6f}" in capsys.readouterr().out
+    eval_here(own_run, "--intervene=v:qk", "--layers=2-3,1", "--eval_batch=20")  # beside what was stored, not in its place
+    again = stored(own_run, "intervene-val-000012")["interventions"]
+    assert again["swap"] == found["swap"]
+    assert again["v:qk@2-3,1"]["nll_after"] == measure_model(edit(lambda l, q, _: l and edits["v:qk"](l, q, _)), toy)["nll"]
+    case = evaluation.Case(own_run, evaluation.Flags(eval_batch=20), torch.device("cpu"))
+    assert evaluation.effect(case, before, evaluation.plan(case.model, "swap", [2]), "swap")["delta"] == found["swap"]["by_layer"][2]["delta"]
+    assert case.measure()["nll"] == before["nll"], "afterwards the model is as it was"
+
+
+def test_eval_a_single_source_is_what_a_read_gets():
+    """V of layer 3 from each of its sources, against the layer run by hand; the recorded weights say so."""
+    from model import rms_norm
+    from route_kernel import Depth
+    model, (x, y) = stir(tiny("rd", n_layer=4)), tokens()
+    for text, s in (("v:source0", 0), ("v:source1", 1), ("v:source-1", 2)):
+        model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, text, [3]), **kw)
+        record = []
+        got = model(x, record=record)
+        del model.memory
+        depth = Depth(F.embedding(x, model.wte))
+        for l, layer in enumerate(model.layers):
+            if l % 2 == 0:
+                depth.finish_block()
+            sources = depth.completed + [depth.partial]
+            hs = list(depth.read(*layer.attn_read(), layer.attn_norm))
+            if l == 3:
+                hs[1] = rms_norm(sources[s], layer.attn_norm, 1e-6)
+            depth.write(layer.attention(hs, model.rope))
+            depth.write(layer.mlp(*depth.read(*layer.mlp_read(), layer.mlp_norm)))
+        depth.finish_block()
+        want = F.linear(*depth.read(*model.out_read(), model.out_norm), model.wte)
+        assert (got - want).norm() <= 1e-6 * want.norm() and (got - model(x)).norm() > 1e-3 * want.norm()
+        assert torch.equal(record[6][1], torch.eye(3)[s][:, None].expand(3, 32)) and (record[6][0] < 1).all()
+    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, "out:source0", [0]), **kw)
+    e = model.wte[x]
+    want = e / (e.square().mean(-1, keepdim=True) + 1e-6).sqrt() * model.out_norm @ model.wte.T
+    assert (model(x) - want).norm() <= 1e-6 * want.norm()
+
+
+def test_eval_interventions_that_change_nothing_report_exactly_zero(own_run, capsys):
+    nothing = dict(delta=0.0, sd=0.0, t_ci=[0.0, 0.0])
+    rd, block = own_run, own_run.parent / "block"
+    for folder, layers, texts in (
+            (rd, "--layers=0", f"v:qk,qk:v,swap,v:uniform,v:source0,v:source-1,v:layer2,qkv:uniform,v:run={block}"),
+            (rd, "--layers=3", f"v:layer3,qk:layer3,mlp:layer3,v:run={rd},mlp:run={rd}"),
+            (block, "--layers=0-3", f"v:qk,k:q,swap,qkv:run={block},out:run={block}")):
+        eval_here(folder, f"--intervene={texts}", layers)
+        found = stored(folder, "intervene-val-000012")["interventions"]
+        for text in texts.split(","):
+            e = found[f"{text}@{layers[9:]}".replace(f"{own_run.parent}/", "")]
+            assert {k: e[k] for k in nothing} == nothing and e["nll_after"] == e["nll_before"], text
+    model = tiny("frozen_v")
+    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, "v:uniform", range(6)), **kw)
+    x, _ = tokens()
+    assert torch.equal(model(x), tiny("frozen_v")(x))
+
+
+def test_eval_interventions_on_fused_routes(monkeypatch):
+    """As on the reference, and a read that gets its own query back is the read that was opened ahead."""
+    on_backend("fused")
+    x, _ = tokens(1, 4)
+    both = [stir(tiny("rd", n_layer=2, backend=b)) for b in ("reference", "fused")]
+    for text in ("v:source-1", "mlp:uniform", "out:source1"):
+        logits = []
+        for model in both:
+            model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=evaluation.plan(model, text, [1]), **kw)
+            logits.append(model(x))
+            del model.memory
+        assert (logits[0] - logits[1]).norm() <= 1e-5 * logits[0].norm(), text
+    model, changes = both[1], {3: {0: both[1].layers[1].mlp_read.query["mlp"].detach().clone()}}
+    plain, real, seen = model(x), evaluation.Depth.read, []
+    monkeypatch.setattr(evaluation.Depth, "read", lambda self, *a: seen.append(a) or real(self, *a))
+    model.memory = lambda *a, **kw: evaluation.Altered(*a, changes=changes, **kw)
+    assert torch.equal(model(x), plain) and seen[3][0] is seen[2][3][0]
+
+
+@pytest.mark.parametrize("arch, words, flags", [
+    ("rd", "layer 4 is out of range .0 to 3", ["--intervene=v:layer4"]),
+    ("rd", "--layers=2,9 is out of range: the layers are 0 to 3", ["--intervene=v:qk", "--layers=2,9"]),
+    ("rd", "--layers=a wants layers", ["--intervene=v:qk", "--layers=a"]),
+    ("rd", "--layers goes with --intervene", ["--layers=1"]),
+    ("rd", "unknown; did you mean v:uniform", ["--intervene=v:unifrom"]),
+    ("rd", "rd has the reads qk, v, mlp, out", ["--intervene=k:v"]),
+    ("block", "'v' is no read of its own; block has the reads qkv", ["--intervene=v:uniform"]),
+    ("rd", "no such source", ["--intervene=v:source7"]),
+    ("rd", "is out of range", ["--intervene=out:layer1"]),
+    ("rd", "config.json: No such file", ["--intervene=v:run=nowhere"]),
+    ("rd", "--eval_tokens=0 must be at least 1", ["--eval_tokens=0"]),
+    ("rd", "--temperature=-1.0 must be at least 0", ["--temperature=-1"]),
+])
+def test_eval_bad_interventions(toy_runs, arch, words, flags):
+    with pytest.raises(BadInput, match=words) as e:
+        eval_here(the_run(toy_runs, arch), *flags)
+    assert len(str(e.value).splitlines()) == 1
+
+
+def test_eval_interventions_of_every_arm():
+    with pytest.raises(BadInput, match="plain has the reads none"):
+        evaluation.plan(tiny("plain"), "v:qk", [1])
+    for arch, text, rows in (("q_kv", "swap", {0, 1}), ("q_kv", "kv:q", {1}), ("rd", "v:k", {1}), ("q_k_v", "qk:v", {0, 1}),
+                             ("average", "qkv:uniform", {0, 1}), ("k_qv", "k:qv", {0})):
+        assert {i: set(x) for i, x in evaluation.plan(tiny(arch), text, [1]).items()} == {2: rows}
+
+
+def test_eval_other_evaluations_stay_out_of_the_statistics(own_run, toy, tmp_path, capsys, monkeypatch):
+    """Another split, number of tokens or data: stored beside the run, named so that stats.py takes only what it should."""
+    import stats
+    before = stats.Run(own_run, "rd", "val").evals
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table({"text": [f"abc {i} def ghi" * 20 for i in range(60)]}), tmp_path / "other.parquet")
+    done = run_command("prepare.py", f"--source={tmp_path / 'other.parquet'}", f"--out={other}", f"--tokenizer={toy / 'tokenizer.json'}",
+                       "--val_fraction=0.3", "--test_fraction=0.3", "--workers=1")
+    assert done.returncode == 0, done.stderr
+    eval_here(own_run, f"--data={other}", "--split=test")
+    with pytest.raises(ValueError, match="no test evaluation"):
+        stats.Run(own_run, "rd", "test")
+    eval_here(own_run, own_run.parent / "block", "--split=test", "--by_position")
+    said = capsys.readouterr()
+    assert "warning: the test split" in said.err and "| position | rd | block |" in said.out
+    x, position = stored(own_run, "test-000012"), stored(own_run, "position-test-000012")
+    assert np.mean(position["nll"]) == pytest.approx(x["nll"], abs=1e-9) and len(position["nll"]) == 16
+    model = evaluation.load_run(own_run, torch.device("cpu"))[0]
+    ids = torch.from_numpy(np.fromfile(toy / "test.bin", "<u2")[:x["eval_tokens"] + 1].astype(np.int64))
+    with torch.no_grad():
+        nll = F.cross_entropy(model(ids[:-1].view(-1, 16)).flatten(0, 1), ids[1:], reduction="none").view(-1, 16)
+    assert np.allclose(position["nll"], nll.mean(0), atol=1e-5)
+    assert stats.Run(own_run, "rd", "test").evals[12]["nll"] == x["nll"]
+    eval_here(own_run, "--eval_tokens=64", "--report", "--intervene=swap")
+    assert stored(own_run, "val-000012-64")["windows"] == 4
+    assert stats.Run(own_run, "rd", "val").evals == before
+    config = json.loads((own_run / "config.json").read_text())
+    (own_run / "config.json").write_text(json.dumps({**config, "data_fingerprint": "other"}))
+    with pytest.raises(BadInput, match="has changed since rd was trained"):
+        eval_here(own_run)
+
+
+def test_eval_crossed_backends(own_run, monkeypatch, capsys):
+    on_backend("fused")
+    eval_here(own_run, "--compare_backends", "--eval_tokens=32")
+    found = stored(own_run, "backends-val-000012-32")
+    assert found["within"] and 0 < found["logits"] < 1e-5 and found["nll_reference"] != 0 and found["dtype"] == "float32"
+    monkeypatch.setitem(evaluation.TOLERANCE, "float32", dict(logits=1e-12, nll=1e-12, js=1e-12))
+    with pytest.raises(Failed, match="differ by more than the tolerance: rd"):
+        eval_here(own_run, "--compare_backends", "--eval_tokens=32")
+    assert not stored(own_run, "backends-val-000012-32")["within"]
+
+
+def test_eval_sampling_repeats(own_run, capsys):
+    def said(*flags):
+        eval_here(own_run, own_run.parent / "block", "--sample=abc def", "--new_tokens=20", *flags)
+        return capsys.readouterr().out
+    assert said() == said("--seed=1") != said("--seed=2")
+    assert said("--temperature=0") == said("--temperature=0", "--seed=2") == said("--top_k=1") and said("--top_k=0")
+    assert said("--sample=" + "abc " * 60).startswith("abc abc") and said("--sample=")
+
+
 @pytest.mark.parametrize("arch", ["full_rd", "mhar:heads=4", "delta", "mudd_rd", "denseformer", "hc", "depth_attention", "resformer"])
-def test_reports_on_rivals(arch, toy, tmp_path, capsys):
+def test_eval_reports_on_rivals(arch, toy, tmp_path, capsys):
     """`--report` shows the weights of every arm that mixes over depth, by layer and source; interventions need routes."""
     _, folder = train_here(tmp_path, toy, arch=arch, max_steps=2)
     evaluation.main([str(folder), "--device=cpu", "--report"])
@@ -3192,3 +2687,515 @@ def test_reports_on_rivals(arch, toy, tmp_path, capsys):
     else:
         with pytest.raises(BadInput, match="has the reads none"):
             go()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# stats.py
+
+
+PAPER_TABLE3 = {
+    "S": {123: (3.16700, 3.13796), 2025: (3.15800, 3.13104), 2026: (3.17461, 3.14524), 3407: (3.17806, 3.14798),
+          7777: (3.18425, 3.14912)},
+    "M": {123: (3.02462, 3.00649), 2025: (3.03657, 3.00736), 2026: (3.03451, 2.99146), 3407: (3.03080, 3.00973),
+          7777: (3.01297, 3.00097)}}
+
+
+def stats_config(arch, scale="S", seed=123, **changes):
+    shape = {"S": (16, 576, 36), "M": (24, 832, 52)}.get(scale, (8, 128, 8))
+    config = dict(
+        name="", arch=arch, scale=scale, seed=seed, tag=None, data="data/fineweb-edu", data_fingerprint="d" * 64,
+        tokenizer_sha256="t" * 64, vocab_size=32768, n_layer=shape[0], n_embd=shape[1], n_head=shape[2],
+                  block_layers=4,
+        context=1024, mlp_ratio=5, batch_size=32, tokens_per_step=32768, micro_batch=8, ranks=1, compile=False,
+        dtype="bfloat16", residual_dtype="bfloat16", device="cuda", device_name="NVIDIA RTX 5090", backend="reference",
+        deterministic=False, max_steps=61036, max_tokens=2_000_000_000, stop_steps=None, stop_tokens=None,
+        warmup_steps=1221, warmup_ratio=0.02, milestones=[7630, 15259, 30518, 61036],
+                  lr=3e-4 if scale != "M" else 2e-4,
+        min_lr_ratio=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8, weight_decay=0.1, grad_clip=1.0, route_lr_mult=1.0,
+        init_from=None, freeze=None, init_sha256=f"{scale}{seed}", eval_tokens=10_485_760,
+        n_params={"S": 119_791_296, "M": 343_039_424}.get(scale, 2_000_000) + (arch != "block") * shape[0] * shape[1],
+                  n_params_route=0, torch="2.13.0", triton="3.9.0", python="3.12.3",
+        git_commit="c0ffee", git_dirty=False, kernel_sha256=None, command="python train.py",
+                  started="2026-01-01T00:00:00",
+        host="h", probe={a: [8.3, 8.2, 8.1, 1.0, 1.1, 0.9, 8.0 + i] for i, a in enumerate(("block", "rd", "average"))})
+    return {**config, **changes}
+
+
+def stats_run(runs, config, nlls, status="complete", windows=None, train=8, name=None, end=True, js=True, split="val"):
+    """A run folder; `nlls` maps steps to NLLs."""
+    seed, arm = config["seed"], config["arch"].replace(":", "_").replace("=", "")
+    name = name or f"{config['scale']}-{arm}-s{seed}"
+    folder = Path(runs) / name
+    (folder / "eval").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**config, "name": name}))
+    last = max(nlls)
+    lines = [{"kind": "train", "step": s, "tokens": s * config["tokens_per_step"],
+              "loss": 3.5 + 4 * math.exp(-6 * s / last),
+              "lr": 3e-4, "grad_norm": 0.3, "tokens_per_s": 56158.0, "peak_memory_bytes": 16_005_000_000,
+              "seconds": 0.6}
+             for s in sorted({max(1, round(last * i / train)) for i in range(1, train + 1)})]
+    layer_js = None
+    if js and config["arch"] not in ("block", "plain", "tied"):
+        layer_js = [0.0] + [0.2 + 0.05 * math.sin(i + seed) for i in range(1, config["n_layer"])]
+    for step, nll in nlls.items():
+        lines.append({"kind": "eval", "step": step, "tokens": step * config["tokens_per_step"], "nll": nll, "ppl": 0,
+                      "bits_per_byte": nll / 3 if nll is not None else None, "eval_tokens": config["eval_tokens"],
+                      "split": split,
+                      "js_mean": float(np.mean(layer_js[1:])) if layer_js else None, "js": layer_js,
+                      "js_of_mean": layer_js,
+                      "milestone": True, "seconds": 1.0})
+        if windows is not None:
+            np.save(folder / "eval" / f"{split}-{step:06d}.npy", windows - windows.mean() + nll)
+    lines.sort(key=lambda r: (r["step"], r["kind"] == "eval"))
+    if end:
+        lines.append({"kind": "end", "status": status, "step": last, "tokens": last * config["tokens_per_step"],
+                      "seconds": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x, separators=(",", ":")) + "\n" for x in lines))
+    return folder
+
+
+def stats_paper_runs(runs, scales="SM"):
+    for scale in scales:
+        for seed, (block, rd) in PAPER_TABLE3[scale].items():
+            for arm, nll in (("block", block), ("rd", rd)):
+                stats_run(runs, stats_config(arm, scale, seed), {61036: nll})
+
+
+def stats_cli(capsys, *argv):
+    """(exit code, stdout, stderr) of `python stats.py ARGV`."""
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["stats.py", *map(str, argv)])
+        stats.run_script(stats.main)
+    text = capsys.readouterr()
+    return stop.value.code, text.out, text.err
+
+
+def stats_json(capsys, *argv):
+    code, text, _ = stats_cli(capsys, *argv, "--json")
+    return code, json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+STATS_EXPECTED = {  # from the five-decimal table; the second numbers are appendix D, from the unrounded one
+    "S": dict(mean=-0.030116, sd=0.003034, t_ci=(-0.033883, -0.026349), bootstrap_ci=(-0.032826, -0.028066), ppl=2.97,
+              paper=(-0.030118, 0.003036, -0.033887, -0.026348, -0.032828, -0.028064)),
+    "M": dict(mean=-0.024692, sd=0.011986, t_ci=(-0.039575, -0.009809), bootstrap_ci=(-0.034746, -0.016266), ppl=2.43,
+              paper=(-0.024691, 0.011983, -0.039570, -0.009812, -0.034742, -0.016267))}
+
+
+@pytest.mark.parametrize("scale", ["S", "M"])
+def test_stats_paired_gives_the_papers_table_and_what_scipy_and_enumeration_give(scale):
+    deltas = [rd - block for block, rd in PAPER_TABLE3[scale].values()]
+    got, want = stats.paired(deltas), STATS_EXPECTED[scale]
+    assert got.n == 5 and round(got.mean, 6) == want["mean"] and round(got.sd, 6) == want["sd"]
+    assert tuple(round(x, 6) for x in got.t_ci) == want["t_ci"]
+    assert tuple(round(x, 6) for x in got.bootstrap_ci) == want["bootstrap_ci"]
+    assert np.allclose((got.mean, got.sd, *got.t_ci, *got.bootstrap_ci), want["paper"], rtol=0, atol=6e-6)
+    blocks, rds = zip(*PAPER_TABLE3[scale].values())
+    interval = scipy.stats.ttest_rel(rds, blocks).confidence_interval(0.95)
+    assert np.allclose(got.t_ci, interval, rtol=1e-12)
+    means = [sum(r) / 5 for r in itertools.product(deltas, repeat=5)]
+    assert np.allclose(got.bootstrap_ci, np.percentile(means, [2.5, 97.5]), rtol=1e-12)
+    flips = [abs(sum(s * d for s, d in zip(signs, deltas))) for signs in itertools.product((1, -1), repeat=5)]
+    assert stats.sign_flip(deltas) == np.mean([f >= abs(sum(deltas)) - 1e-12 for f in flips]) == 0.0625
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 20])
+def test_stats_paired_at_every_n(n):
+    deltas = np.random.default_rng(n).normal(-0.03, 0.01, n)
+    got = stats.paired(deltas.tolist())
+    assert (got.n, got.mean, got.sd) == (n, pytest.approx(deltas.mean()), pytest.approx(deltas.std(ddof=1)))
+    assert got.t_ci == pytest.approx(tuple(scipy.stats.ttest_1samp(deltas, 0).confidence_interval(0.95)), rel=1e-12)
+    if n <= 6:
+        exact = np.percentile([np.mean(r) for r in itertools.product(deltas, repeat=n)], [2.5, 97.5])
+    elif n <= 8:  # by multinomial counts: how often each difference is drawn, and in how many orders
+        counts = np.array([np.bincount(r, minlength=n) for r in itertools.combinations_with_replacement(range(n), n)])
+        orders = [math.factorial(n) // math.prod(math.factorial(int(k)) for k in c) for c in counts]
+        assert sum(orders) == n ** n
+        exact = np.percentile(np.repeat(counts @ deltas / n, orders), [2.5, 97.5])
+    else:
+        exact = scipy.stats.bootstrap((deltas,), np.mean, n_resamples=200_000, method="percentile",
+                                      rng=1).confidence_interval
+    noise = 0.05 * deltas.std() / n ** 0.5  # four standard errors of a 2.5th percentile of 100,000 resamples, about
+    assert got.bootstrap_ci == pytest.approx(tuple(exact), abs=1e-12 if n <= 7 else noise)
+    assert got == stats.paired(deltas.tolist())
+    p = stats.sign_flip(deltas)
+    assert 2.0 ** (1 - n) <= p <= 1
+    if n <= 8:
+        assert p == scipy.stats.permutation_test((deltas, 0 * deltas), lambda x, y: np.mean(x - y), vectorized=False,
+                                                 permutation_type="samples", n_resamples=np.inf).pvalue
+
+
+def test_stats_paired_of_one_none_nan_and_equal_differences():
+    assert stats.paired([-0.03]) == (1, -0.03, None, None, None)
+    for n in (2, 5, 8, 20):  # 0.1 * 3 / 3 is not 0.1: equal differences must have no spread all the same
+        assert stats.paired([0.1] * n) == (n, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1))
+    for bad in ([], [math.nan, 0.1], [math.inf, 0.1], [[0.1, 0.2]]):
+        with pytest.raises(ValueError, match="pair|difference"):
+            stats.paired(bad)
+    assert stats.sign_flip([0.0] * 21) is None
+
+
+def test_stats_pairs_needed_against_power_by_integration():
+    def power(n, effect):  # not by the noncentral t: over the chi density of the sample sd, given which it is normal
+        limit, df = scipy.stats.t.ppf(0.975, n - 1), n - 1
+        s, weight = np.linspace(1e-9, 12, 400_001) / df ** 0.5 if df < 40 else np.linspace(0.2, 2, 400_001), None
+        weight = scipy.stats.chi.pdf(s * df ** 0.5, df) * df ** 0.5
+        shift, normal = effect * n ** 0.5, scipy.stats.norm
+        beyond = normal.sf(limit * s - shift) + normal.cdf(-limit * s - shift)
+        return np.trapezoid(weight * beyond, s)
+    for sd in (0.0005, 0.003034, 0.011986, 0.05, 0.3):
+        n = stats.pairs_needed(sd)
+        assert power(n, 0.01 / sd) >= 0.8 and (n == 2 or power(n - 1, 0.01 / sd) < 0.8), sd
+    assert stats.pairs_needed(0.0) == 2 and stats.pairs_needed(0.01) == 10  # 10: Cohen's table for d = 1, one sample
+
+
+def test_stats_paper_runs_give_the_papers_tables(tmp_path, capsys):
+    stats_paper_runs(tmp_path)
+    code, out = stats_json(capsys, tmp_path)
+    assert code == 0 and out["problems"] == [] and [c["scale"] for c in out["comparisons"]] == ["S", "M"]  # by size
+    for c in out["comparisons"]:
+        want = STATS_EXPECTED[c["scale"]]
+        assert (c["control"], c["treatment"], c["tokens"], c["n"], c["wins"]) == ("block", "rd", 2_000_027_648, 5, 5)
+        assert c["seeds"] == [123, 2025, 2026, 3407, 7777]
+        assert c["deltas"] == pytest.approx([r - b for b, r in PAPER_TABLE3[c["scale"]].values()], abs=1e-12)
+        assert round(c["mean"], 6) == want["mean"]
+        assert [round(x, 6) for x in c["bootstrap_ci"]] == [*want["bootstrap_ci"]]
+        assert round(100 * c["ppl_reduction"], 2) == want["ppl"] and c["sign_flip_p"] == c["smallest_p"] == 0.0625
+        assert not c["mid_schedule"] and not c["interim"] and c["paper"]["mean"] == want["paper"][0]
+        assert c["simultaneous_t_ci"][0] < c["t_ci"][0] and "about 84%" in c["evidence"]
+        assert "Trust the t" in c["evidence"]
+    code, text, _ = stats_cli(capsys, tmp_path)
+    for cell in ("3.1724 ± 0.0102", "3.1423 ± 0.0076", "-0.0301 ± 0.0030", "2.97%", "2.43%", "5/5", "-0.030116",
+                 "0.003034",
+                 "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "| S | rd - block, the paper |",
+                 "23.736"):
+        assert cell in text, cell
+    assert stats_cli(capsys, tmp_path)[1] == text  # two calls, the same bytes
+
+
+# One difference at a time: what it is called, and whether it refuses the pair or only marks it
+STATS_REFUSED = {
+    "data_fingerprint": "e" * 64, "tokenizer_sha256": "u" * 64, "vocab_size": 4096, "n_layer": 8, "n_embd": 640,
+                 "n_head": 9,
+    "block_layers": 2, "context": 512, "mlp_ratio": 4, "batch_size": 16, "tokens_per_step": 16384, "max_steps": 30518,
+    "warmup_steps": 10, "warmup_ratio": 0.01, "lr": 6e-4, "min_lr_ratio": 0.0, "beta1": 0.8, "beta2": 0.99,
+                 "adam_eps": 1e-6,
+    "weight_decay": 0.0, "grad_clip": 0.5, "route_lr_mult": 2.0, "init_sha256": "other", "init_from": "runs/x/ckpt.pt",
+    "freeze": "route", "eval_tokens": 1024}
+STATS_MARKED = {
+    "backend": "fused", "dtype": "float32", "residual_dtype": "float32", "compile": True, "micro_batch": 4, "ranks": 2,
+    "device": "cpu", "device_name": "NVIDIA H200", "torch": "2.12.0", "triton": "3.8.0", "deterministic": True}
+
+
+@pytest.mark.parametrize("key", [*STATS_REFUSED, *STATS_MARKED, "dropout"])
+def test_stats_pair_check_names_one_difference_with_both_values(key):
+    a = stats_config("block")
+    b = stats_config("rd", **{key: {**STATS_REFUSED, **STATS_MARKED, "dropout": 0.1}[key]})
+    if key == "dropout":  # a setting that stats.py has never heard of
+        a[key] = 0.0
+    for x, y in ((a, b), (b, a)):
+        refused, marked = stats.pair_check(x, y)
+        assert (marked, refused)[key not in STATS_MARKED] and not (refused, marked)[key not in STATS_MARKED]
+        (line,) = refused + marked
+        assert key in line and line.endswith(f"{stats.as_text(x[key])} against {stats.as_text(y[key])}")
+        refused, (allowed,) = stats.pair_check(x, y, allow=[key])
+        assert refused == [] and allowed == line + " (allowed)"
+    assert stats.pair_check(b, b) == ([], [])
+
+
+def test_stats_pair_check_passes_over_what_is_no_setting():
+    a = stats_config("block")
+    b = stats_config("rd", name="x", tag="t", stop_steps=15259, stop_tokens=500_000_000, n_params=1, n_params_route=2,
+                     host="i",
+                     max_tokens=None, started="later", command="c", git_dirty=True, python="3.13", milestones=[1])
+    assert stats.pair_check(a, b) == ([], [])
+    assert stats.pair_check(a, {**b, "kernel_sha256": "k"}) == ([], [])  # the kernel ran in neither
+    fused = [stats_config(arch, backend="fused", kernel_sha256=k) for arch, k in (("block", "k"), ("rd", "l"))]
+    assert stats.pair_check(*fused)[1] == ["kernel_sha256: k against l"]
+    del b["lr"], b["compile"]  # an older run
+    del b["freeze"]  # null in the other: not known is not the same
+    refused, marked = stats.pair_check(a, b)
+    assert refused == []
+    assert marked == [f"{k} is not recorded by x" for k in ("compile", "frozen parameters (freeze)", "lr")]
+
+
+def test_stats_pair_check_compares_code_by_what_it_does():
+    probe = {"block": [8.0, 0.5, 0.0], "rd": [8.0, 0.25, 1e-9]}
+    a, b = stats_config("block", probe=probe), stats_config("rd", probe=probe, git_commit="another", git_dirty=True)
+    check = lambda pa, pb, **more: stats.pair_check({**a, "probe": pa, **more}, {**b, "probe": pb, **more})[1]
+    assert check(probe, probe) == []
+    assert check(probe, {**probe, "rd": [8.0 * (1 + 0.9e-5), 0.25, 1e-9]}) == []
+    for arm in ("block", "rd"):  # either arm's entry counts, and each number is held to 1e-5 of itself
+        for i in range(2):
+            other = list(probe[arm])
+            other[i] *= 1 + 1.2e-5
+            (line,) = check(probe, {**probe, arm: other})
+            assert line.startswith(f"code: probe of {arm}: ") and " against " in line
+    assert check(probe, {**probe, "tied": [1.0]}) == []  # an arm that neither run has
+    assert check({"block": probe["block"]}, probe) == []  # the control is of yesterday, the new arm of today
+    for broken in ([8.0, None, 0.0], [8.0, 0.5], [], None, [8.0, math.nan, 0.0]):
+        assert check({**probe, "block": broken}, probe)[0].startswith("code: probe of block")
+    assert check(None, probe) == ["code: no probe of block or rd in both runs, nor one clean commit"]
+    assert check(None, None, git_commit="c0ffee", git_dirty=False) == []
+    assert check(None, None, git_commit="c0ffee", git_dirty=True) != []
+    assert stats.pair_check({**a, "probe": probe}, {**b, "arch": "rd:eps=1", "probe": {**probe, "rd": [1.0]}})[1] != []
+    assert stats.pair_check(a, {**b, "probe": {**probe, "rd": [1.0]}}, allow=["probe"])[1][0].endswith(" (allowed)")
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("lr", 6e-4, "lr: 0.0003 against 0.0006"), ("data_fingerprint", "e" * 64, "data (data_fingerprint): ddd"),
+    ("max_steps", 30518, "schedule length (max_steps): 61036 against 30518"),
+    ("init_sha256", "x", "starting weights (init_sha256): S123 against x")])
+def test_stats_a_refused_pair_is_listed_with_both_values_and_allow_pairs_it(tmp_path, capsys, key, value, words):
+    stats_run(tmp_path, stats_config("block"), {30518: 3.3, 61036: 3.1})
+    stats_run(tmp_path, stats_config("rd", **{key: value}), {30518: 3.2})
+    code, out = stats_json(capsys, tmp_path, "--strict")
+    assert code == 1 and out["comparisons"] == []
+    why = {p["run"]: p["why"] for p in out["problems"]}["S-rd-s123"]
+    assert "refused with S-block-s123" in why and words in why
+    assert stats_json(capsys, tmp_path)[0] == 0  # without --strict a refusal is named, and not a failure
+    code, out = stats_json(capsys, tmp_path, f"--allow={key}", "--strict")
+    assert code == 0 and [c["n"] for c in out["comparisons"]] == [1]
+    assert "(allowed)" in out["comparisons"][0]["pairs"][0]["marks"]
+
+
+@pytest.mark.parametrize("key", STATS_MARKED)
+def test_stats_a_marked_pair_stands_but_for_strict(tmp_path, capsys, key):
+    stats_run(tmp_path, stats_config("block"), {61036: 3.1})
+    stats_run(tmp_path, stats_config("rd", **{key: STATS_MARKED[key]}), {61036: 3.0})
+    code, out = stats_json(capsys, tmp_path)
+    assert code == 0 and out["problems"] == []
+    assert out["comparisons"][0]["pairs"][0]["marks"].startswith(key) and key in out["comparisons"][0]["evidence"]
+    code, out = stats_json(capsys, tmp_path, "--strict")
+    assert code == 1 and out["comparisons"] == [] and key in out["problems"][0]["why"]
+    assert stats_json(capsys, tmp_path, "--strict", f"--allow={key}")[0] == 0
+
+
+def test_stats_bad_runs_are_named_and_never_counted(tmp_path, capsys):
+    seeds = range(1, 13)
+    for s in seeds:
+        stats_run(tmp_path, stats_config("block", seed=s), {30518: 3.3 + s / 100, 61036: 3.1 + s / 100})
+        if s not in (9,):
+            stats_run(tmp_path, stats_config("rd", seed=s), {30518: 3.25 + s / 99, 61036: 3.05 + s / 99}, train=400)
+    log = {s: tmp_path / f"S-rd-s{s}" / "metrics.jsonl" for s in seeds}
+    text = {s: log[s].read_text() for s in seeds if log[s].exists()}
+    log[2].write_text(text[2].replace('"complete"', '"diverged","why":"loss is nan"'))
+    log[3].write_text(text[3].replace(f'"nll":{3.05 + 3 / 99}', '"nll":NaN'))
+    log[4].write_text(text[4].replace(f'"nll":{3.05 + 4 / 99}', '"nll":null'))
+    line = text[5].splitlines()[40]  # a line torn in the middle of the file
+    log[5].write_text(text[5].replace(line, line[:50]))
+    log[6].write_text(text[6][:text[6].index('{"kind":"eval","step":61036')] + '{"kind":"tra')  # still being written
+    (tmp_path / "S-rd-s7" / "config.json").write_text("{not json")
+    log[8].unlink()
+    shutil.copytree(tmp_path / "S-rd-s1", tmp_path / "S-rd-s1-again")
+    for f in ("metrics.jsonl",):  # a seed that had no effect
+        shutil.copy(tmp_path / "S-block-s10" / f, tmp_path / "S-block-s11" / f)
+    log[12].write_text(text[12][:text[12].index('{"kind":"eval"')])
+    code, out = stats_json(capsys, tmp_path)
+    (c,) = out["comparisons"]
+    why = {p["run"]: p["why"] for p in out["problems"]}
+    assert code == 0 and c["seeds"] == [1, 10]
+    for run, words in {
+            "S-rd-s2": "diverged at step 61036 (loss is nan)", "S-rd-s3": "the NLL at step 61036 is nan",
+            "S-rd-s4": "the NLL at step 61036 is None", "S-rd-s5": "corrupt: line 41 of metrics.jsonl",
+            "S-rd-s6": "unfinished: at step 61036 of 61036", "S-rd-s7": "config.json is not valid JSON",
+                       "S-rd-s8": "no evaluation yet, at step 0",
+            "S-block-s9": "no partner", "S-rd-s1-again": "duplicate of S-rd-s1",
+                       "S-block-s11": "to the last digit, though the seeds are 10 and 11",
+            "S-rd-s11": "no partner: no usable run of block at scale S, seed 11",
+                       "S-rd-s12": "no evaluation yet"}.items():
+        assert words in why.pop(run), run
+    assert set(why) == {f"S-block-s{s}" for s in (2, 3, 4, 5, 7, 8, 12)}
+    assert all("no partner" in w for w in why.values())
+    assert c["interim"] and c["waiting"] == ["S-rd-s6", "S-rd-s12", "S-rd-s8"]
+
+
+def test_stats_stopped_runs_pair_with_milestones_and_are_labelled(tmp_path, capsys):
+    stats_run(tmp_path, stats_config("block"), {7630: 3.9, 15259: 3.5416, 61036: 3.167}, windows=np.linspace(3, 4, 64))
+    stats_run(tmp_path, stats_config("rd"), {7630: 3.8, 15259: 3.4994, 61036: 3.138}, windows=np.linspace(2.9, 4, 64))
+    for arm, nll in (("average", 3.5410), ("tied", 3.5413)):
+        stats_run(tmp_path, stats_config(arm, stop_steps=15259, stop_tokens=500_000_000), {7630: 3.9, 15259: nll},
+                  name=f"S-{arm}-s123-stop5e8")
+    code, out = stats_json(capsys, tmp_path)
+    rd, average, tied = out["comparisons"]
+    assert code == 0 and out["problems"] == [] and not rd["mid_schedule"] and rd["step"] == 61036
+    assert (average["tokens"], average["mid_schedule"], average["interim"]) == (500_006_912, True, False)
+    assert [m["step"] for m in out["milestones"] if m["treatment"] == "rd"] == [7630, 15259, 61036]
+    assert "degenerate" in average["notes"][0] and len(out["floor"]) == 2
+    (pair,) = rd["pairs"]  # the standard errors of the slice, from the windows
+    a, b = np.linspace(3, 4, 64), np.linspace(2.9, 4, 64)
+    assert pair["control_se"] == pytest.approx(a.std(ddof=1) / 8)
+    assert pair["delta_se"] == pytest.approx((b - a).std(ddof=1) / 8)
+    # windows of another NLL than the run's are not its own
+    np.save(tmp_path / "S-rd-s123" / "eval" / "val-061036.npy", b)
+    assert stats_json(capsys, tmp_path)[1]["comparisons"][0]["pairs"][0]["treatment_se"] is None
+    assert rd["sd"] is None and rd["t_ci"] is None and "One pair has no interval" in rd["evidence"]
+    text = stats_cli(capsys, tmp_path)[1]
+    assert "500 M of 2 B, mid-schedule" in text
+    assert "| S | average - block | 500 M of 2 B, mid-schedule | 1 | 3.5416 | 3.5410 | -0.0006 | 1/1 |" in text
+
+
+def test_stats_an_unfinished_study_shows_the_latest_shared_milestone_as_interim(tmp_path, capsys):
+    for seed in (1, 2):
+        stats_run(tmp_path, stats_config("block", seed=seed), {7630: 3.9 + seed, 15259: 3.5 + seed, 61036: 3.1 + seed})
+        stats_run(tmp_path, stats_config("rd", seed=seed), {7630: 3.8 + seed, 15259: 3.4 + seed / 2}, end=False)
+    names = [f"S-{a}-s{s}" for a in ("block", "rd") for s in (1, 2, 3)]
+    (tmp_path / "plan.json").write_text(json.dumps({"plans": [{"runs": names[:-2] + names[-1:],
+                                                               "arms": ["block", "rd"]}]}))
+    code, out = stats_json(capsys, tmp_path)
+    (c,), why = out["comparisons"], {(p["run"], p["why"]) for p in out["problems"]}
+    assert (c["step"], c["n"], c["interim"], c["mid_schedule"]) == (15259, 2, True, True)
+    assert set(c["waiting"]) == {"S-rd-s1", "S-rd-s2", "S-block-s3", "S-rd-s3"}
+    assert {("S-block-s3", "planned, and missing"), ("S-rd-s3", "planned, and missing"),
+            ("S-rd-s2", "not planned: plan.json lacks it"), ("S-rd-s2", "unfinished: at step 15259 of 61036")} <= why
+    assert "500 M of 2 B, mid-schedule, interim" in stats_cli(capsys, tmp_path)[1]
+
+
+def test_stats_allow_takes_each_arms_best_value_on_validation_and_shows_it_on_test(tmp_path, capsys):
+    best = {("block", 3e-4): 3.30, ("block", 6e-4): 3.20, ("rd", 3e-4): 3.10, ("rd", 6e-4): 3.15}
+    for (arm, lr), nll in best.items():
+        for seed in (1, 2):
+            folder = stats_run(tmp_path, stats_config(arm, seed=seed, lr=lr), {61036: nll + seed / 10},
+                               name=f"S-{arm}-s{seed}-lr{lr:g}")
+            (folder / "eval" / "test-061036.json").write_text(json.dumps(
+                {"run": folder.name, "split": "test", "step": 61036, "nll": 3.5 + seed - lr * (arm == "rd"),
+                 "eval_tokens": 9}))
+    code, out = stats_json(capsys, tmp_path)
+    assert sorted(c["arm"] for c in out["comparisons"]) == ["rd lr0.0003", "rd lr0.0006"]  # each with its own lr
+    code, out = stats_json(capsys, tmp_path, "--allow=lr", "--split=test")
+    (c,) = out["comparisons"]
+    assert {p["control"][-6:] for p in c["pairs"]} == {"0.0006"}
+    assert {p["treatment"][-6:] for p in c["pairs"]} == {"0.0003"}
+    assert c["deltas"] == pytest.approx([-3e-4, -3e-4])
+    assert "lr = 0.0003 is the best on validation" in " ".join(c["notes"])
+    assert sum("better on validation" in p["why"] for p in out["problems"]) == 4
+    (tmp_path / "S-rd-s1-lr0.0003" / "eval" / "test-061036.json").unlink()
+    why = {p["run"]: p["why"] for p in stats_json(capsys, tmp_path, "--split=test")[1]["problems"]}
+    assert "no test evaluation: python eval.py" in why["S-rd-s1-lr0.0003"]
+
+
+def test_stats_a_crossed_backend_study_gives_a_comparison_each_and_reruns_give_a_noise_floor(tmp_path, capsys):
+    for backend, shift in (("reference", 0.0), ("fused", 1e-4)):
+        for arm in ("block", "rd"):
+            for seed in (1, 2):
+                stats_run(tmp_path, stats_config(arm, seed=seed, backend=backend),
+                          {61036: 3.1 + seed - 0.03 * (arm == "rd") + shift * seed * (1 + (arm == "rd"))},
+                          name=f"S-{arm}-s{seed}-kept" + "-backendfused" * (backend == "fused"))
+    code, out = stats_json(capsys, tmp_path, "--strict")
+    assert code == 0 and [c["arm"] for c in out["comparisons"]] == ["rd reference", "rd fused"]
+    assert all(c["n"] == 2 for c in out["comparisons"])
+    assert all(p["marks"] == "" for c in out["comparisons"] for p in c["pairs"])
+    (row,) = out["crossed"]  # rd moves by 2e-4 and 4e-4 where block moves by half of that
+    assert (row["first"], row["second"], row["seeds"]) == ("reference", "fused", [1, 2])
+    assert row["mean"] == pytest.approx(1.5e-4) and row["sd"] == pytest.approx(1e-4 / 2 ** 0.5)
+    assert row["control_shift"][0] == pytest.approx(1.5e-4) and row["treatment_shift"][0] == pytest.approx(3e-4)
+    assert row["first_change"][0] == pytest.approx(-0.03) and row["second_change"][0] == pytest.approx(-0.02985)
+    assert "| S | rd - block | 2 B | 2 | reference | fused |" in stats_cli(capsys, tmp_path)[1]
+    assert len(out["floor"]) == 4 and {round(abs(f["mean"]), 6) for f in out["floor"]} == {1e-4, 2e-4, 4e-4}
+    assert out["floor"][0]["pairs"][0]["marks"] == "backend: reference against fused"
+
+
+def test_stats_refuses_bad_input_in_one_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    stats_run(tmp_path / "runs", stats_config("block"), {61036: 3.1})
+    for argv, words in (((tmp_path / "empty",), "holds no runs"), ((tmp_path / "none",), "no such folder"),
+                        ((), "which runs?"),
+                        ((tmp_path / "runs", "--control=blok"), "did you mean block?"),
+                        ((tmp_path / "runs", "--allow=lrr"), "which two runs can differ; did you mean lr?"),
+                        ((tmp_path / "runs", "--allow=seed"), "not a setting in which"),
+                        ((tmp_path / "runs", "--split=train"), "wants one of")):
+        code, text, error = stats_cli(capsys, *argv)
+        assert (code, text) == (2, "") and words in error, error
+        assert error.startswith("error: ") and error.count("\n") == 1
+    code, out = stats_json(capsys, tmp_path / "runs")
+    assert code == 0 and out["comparisons"] == [] and "no partner" in out["problems"][0]["why"]
+
+
+def test_stats_equal_differences_and_other_controls(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        # exact in binary, so that the differences are equal
+        for arm, nll in (("plain", 3.0), ("block", 3.25), ("rd", 3.5)):
+            stats_run(tmp_path, stats_config(arm, seed=seed), {61036: nll + seed})
+    code, out = stats_json(capsys, tmp_path, "--control=plain")
+    assert [(c["control"], c["treatment"], c["sd"], c["wins"]) for c in out["comparisons"]] == [
+        ("plain", "rd", 0.0, 0), ("plain", "block", 0.0, 0)]
+    assert "differences are equal" in out["comparisons"][0]["evidence"]
+    assert "rd worse than plain" in out["comparisons"][0]["evidence"]
+
+
+def test_stats_old_runs_with_few_settings_still_pair(tmp_path, capsys):
+    few = ("arch", "scale", "seed", "max_steps", "tokens_per_step")
+    for arm, nll in (("block", 3.1), ("rd", 3.0)):
+        folder = stats_run(tmp_path, stats_config(arm), {61036: nll})
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in stats_config(arm).items() if k in few}))
+        (folder / "metrics.jsonl").write_text(f'{{"kind": "eval", "step": 61036, "nll": {nll}}}\n'
+                                              '{"kind": "end", "status": "complete", "step": 61036}\n')
+    code, out = stats_json(capsys, tmp_path, f"--out={tmp_path / 'report'}")
+    assert code == 0 and out["comparisons"][0]["mean"] == pytest.approx(-0.1)
+    assert "no probe" in out["comparisons"][0]["pairs"][0]["marks"]
+
+
+def test_stats_slices_of_other_tokens_are_refused(tmp_path, capsys):
+    for arm, nll in (("block", 3.1), ("rd", 3.0)):
+        folder = stats_run(tmp_path, stats_config(arm), {30518: nll + 0.2, 61036: nll})
+    log = folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"eval_tokens":10485760', '"eval_tokens":512'))
+    code, out = stats_json(capsys, tmp_path)
+    assert out["comparisons"] == [] and "evaluation_eval_tokens: 10485760 against 512" in out["problems"][0]["why"]
+
+
+def test_stats_launch_report_says_what_a_run_will_pair_with(tmp_path):
+    me = stats_config("rd", name="S-rd-s123")
+    assert stats.launch_report(me, tmp_path / "none") == [
+        "in no table until block has a run with these settings, scale S, seed 123"]
+    stats_run(tmp_path, stats_config("block", lr=6e-4), {61036: 3.1}, name="S-block-s123-lr6e-4")
+    assert stats.launch_report(me, tmp_path) == [
+        "not with S-block-s123-lr6e-4: lr: 0.0006 against 0.0003",
+        "in no table until block has a run with these settings, scale S, seed 123"]
+    stats_run(tmp_path, stats_config("block", backend="fused"), {61036: 3.1})
+    stats_run(tmp_path, stats_config("block", seed=5), {61036: 3.2})
+    stats_run(tmp_path, stats_config("rd"), {61036: 3.1})
+    stats_run(tmp_path, stats_config("rd"), {61036: 3.1}, name="S-rd-s123-b")
+    assert stats.launch_report(me, tmp_path) == [
+        "with S-block-s123, marked (--strict refuses it): backend: fused against reference",
+        "not with S-block-s123-lr6e-4: lr: 0.0006 against 0.0003",
+        "a rerun of S-rd-s123-b: the table takes one, both show the noise",
+        "the table gains a pair once both runs have reached a milestone"]
+
+
+def test_stats_out_writes_the_same_tables_and_figures_twice(tmp_path, capsys):
+    for seed in (123, 2025):
+        for arm, shift in (("block", 0.0), ("rd", -0.03), ("frozen_v", -0.01)):
+            stats_run(tmp_path / "runs", stats_config(arm, seed=seed),
+                      {7630: 3.8 + shift, 61036: 3.1 + shift - seed / 1e5}, train=20)
+    for out in ("a", "b"):
+        assert stats_cli(capsys, tmp_path / "runs", f"--out={tmp_path / out}")[0] == 0
+    names = sorted(p.name for p in (tmp_path / "a").iterdir())
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    figures = ["figure2_effects", "figure3_milestones", "figure4_js", "training_curves"]
+    assert {f"{f}.{kind}" for f in figures for kind in ("png", "pdf")} <= set(names)
+    assert {"report.md", "stats.json", "table1_summary.tex", "table3_pairs.tex", "table1_summary.csv",
+            "estimates.csv", "milestones.csv",
+            "js_by_layer.csv", "table4_configurations.csv", "efficiency.csv"} <= set(names)
+    table = (tmp_path / "a" / "table3_pairs.csv").read_text().splitlines()
+    assert table[1].split(",")[:5] == ["S", "rd - block", "2 B", "123", "3.09877"]
+    tex = (tmp_path / "a" / "table1_summary.tex").read_text()
+    assert tex.count(r"\\") == 4 and r"\toprule" in tex and r"$-0.0300 \pm 0.0000$" in tex
+    assert r"frozen\_v - block" in tex
+    if shutil.which("pdflatex"):
+        (tmp_path / "a" / "all.tex").write_text(r"\documentclass{article}\usepackage{booktabs}\begin{document}\tiny"
+                                                r"\input{table1_summary}\input{table3_pairs}\end{document}")
+        subprocess.run(["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "all"], cwd=tmp_path / "a",
+                       check=True,
+                       stdout=subprocess.DEVNULL)
+    assert "n = 2 (seeds 123, 2025)" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_stats_long_logs_are_read_fast(tmp_path):
+    folder = stats_run(tmp_path, stats_config("rd"), {30518: 3.3, 61036: 3.1}, train=61036)
+    start = time.perf_counter()
+    for _ in range(5):
+        run = stats.Run(folder, "S-rd-s123", "val")
+    assert run.val[61036]["nll"] == 3.1 and run.speed == 56158.0 and run.memory == 16_005_000_000
+    assert (time.perf_counter() - start) / 5 < 0.2  # 200 such runs in well under a minute even on a slow machine
