@@ -206,12 +206,18 @@ def load_checkpoint(folder: Path) -> dict | None:
     for path in paths:
         if path.exists():
             try:
-                return torch.load(path, map_location="cpu", weights_only=True)
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+                break
             except Exception as e:  # torch raises many kinds for a file that is cut short
                 broken.append(f"{path} does not load ({type(e).__name__}); delete it to start from the one before, or anew")
-    if broken:
-        raise BadInput("\n".join(broken))
-    return None
+    else:
+        if broken:
+            raise BadInput("\n".join(broken))
+        return None
+    reads = find_arm(saved["arch"]).reads
+    if saved["format"] == 1 and list(reads) != sorted(reads):
+        raise BadInput(f"{path} has format 1, in which the queries of {saved['arch']} stand under each other's names: train it anew")
+    return saved
 
 
 def load_state(folder: Path) -> tuple[dict, dict, int]:

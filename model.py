@@ -86,7 +86,9 @@ class Read(Mixer):
         feeds = feeds if arm.reads and (arm.depth.ends or 0 < k < 2 * c.n_layer) else ()
         width = min(arm.rank or c.n_embd, c.n_embd)
         self.names = feeds if arm.heads == 1 else tuple(f"{f}{i}" for f in feeds for i in range(arm.heads))
-        self.query = nn.ParameterDict({f: nn.Parameter(torch.zeros(width), requires_grad=f not in arm.frozen) for f in feeds})
+        self.query = nn.ParameterDict()
+        for f in feeds:  # one by one: a ParameterDict that is given a dict sorts its keys, and rows go by this order
+            self.query[f] = nn.Parameter(torch.zeros(width), requires_grad=f not in arm.frozen)
         self.key_gain = nn.Parameter(torch.ones(width)) if feeds and not arm.rank else None
 
     def forward(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -221,7 +223,8 @@ class DynamicWeights(StaticWeights):
             hidden = (n * (4 if k == 2 * c.n_layer else 1) // 64 + 1) * 64
             self.w1, self.random = nn.Parameter(torch.empty(hidden, c.n_embd)), {"w1": c.n_embd ** -0.5}
             self.w2 = nn.Parameter(torch.zeros(n, hidden))
-            self.gains.update({f: nn.Parameter(torch.ones(c.n_embd)) for f in feeds[1:]})
+            for f in feeds[1:]:
+                self.gains[f] = nn.Parameter(torch.ones(c.n_embd))
 
     def weights(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.gelu(F.linear(rms_norm(x, None, self.eps), self.w1))
@@ -515,6 +518,27 @@ class Layer(nn.Module):
         return F.linear(F.silu(gate) * up, self.w_down)
 
 
+def portable_normal(n: int, generator: torch.Generator) -> torch.Tensor:
+    """n standard normal numbers, float64, the same bits on every CPU: Marsaglia's polar method out of operations that IEEE 754
+    rounds exactly. (torch's own normal_ takes logarithms and cosines from vector units, which differ in the last bit.)"""
+    found, have = [], 0
+    while have < n:
+        pairs = min(n - have, 1 << 15) * 2 // 3 + 16  # pi / 4 of them fall into the circle
+        v = torch.rand(2, pairs, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+        square = v[0] * v[0] + v[1] * v[1]
+        inside = (square > 0) & (square < 1)
+        v, square = v[:, inside], square[inside]
+        mantissa, exponent = torch.frexp(square)
+        t = (mantissa - 1) / (mantissa + 1)  # log(mantissa) = 2 artanh(t), |t| <= 1 / 3: a power series
+        t2, log = t * t, torch.full_like(t, 1 / 43)
+        for k in range(41, 0, -2):
+            log.mul_(t2).add_(1 / k)
+        log.mul_(t).mul_(2).add_(exponent.double().mul_(math.log(2)))
+        found.append((v * log.mul_(-2).div_(square).sqrt_()).flatten())
+        have += found[-1].numel()
+    return torch.cat(found)[:n]
+
+
 def rope_table(context: int, head_dim: int, base: float) -> torch.Tensor:
     """cos and sin of every position's angles: float32 [context, 1, head_dim / 2, 2]."""
     angle = torch.arange(context)[:, None] * base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -621,7 +645,8 @@ class GPT(nn.Module):
             if std is not None:
                 digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+                if p.device.type != "meta":
+                    p.copy_((std * portable_normal(p.numel(), generator)).view(p.shape))
 
     def hidden(self, idx: torch.Tensor, record: list | None = None) -> torch.Tensor:
         """The normalised state [B, T, d] that the head reads. `record` collects the weights [R, K, N] of every

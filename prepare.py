@@ -78,9 +78,20 @@ def run_script(main: typing.Callable[[list[str]], int | None]) -> typing.NoRetur
     sys.exit(code)
 
 
-def flag(default, help: str, choices=None):
-    """A dataclass field that is a command-line flag; its type annotation is the flag's type."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def flag(default, help: str, choices=None, least=None, most=None, **more):
+    """A dataclass field that is a command-line flag; its type annotation is the flag's type. `choices`, or the bounds `least`
+    and `most`, both inclusive, are checked where flags are parsed; `more` is for whoever reads the field's metadata."""
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, least=least, most=most, **more))
+
+
+def out_of_bounds(value, metadata: typing.Mapping) -> str | None:
+    """What is wrong with a number by a field's `least` and `most`, None where nothing is."""
+    least, most = metadata.get("least"), metadata.get("most")
+    if least is not None and most is not None and not least <= value <= most:
+        return f"must lie between {least:g} and {most:g}"
+    if least is not None and value < least:
+        return f"must be at least {least:g}"
+    return None
 
 
 def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
@@ -158,7 +169,7 @@ def parse_flags(cls, argv: list[str], doc: str, positional: str | None = None, l
         parser.add_argument(positional, nargs="*", help=fields[positional].metadata["help"])
     for name in flags:
         f, kind = fields[name], kinds[name]
-        choices = f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
+        choices = f" ({' | '.join(f.metadata['choices'])})" if f.metadata.get("choices") else ""
         default = "" if f.default is None else f" [{f.default}]"
         parser.add_argument(f"--{name}", metavar=kind.__name__.upper(), default=argparse.SUPPRESS,
                             help=(f.metadata["help"] + choices + default).replace("%", "%%"))
@@ -175,9 +186,11 @@ def parse_flags(cls, argv: list[str], doc: str, positional: str | None = None, l
         for text in getattr(known, name).split(",") if lists else [getattr(known, name)]:
             try:
                 value = convert(text, kinds[name])
-                choices = fields[name].metadata["choices"]
+                choices = fields[name].metadata.get("choices")
                 if choices and value not in choices:
                     raise ValueError(f"wants one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+                if wrong := out_of_bounds(value, fields[name].metadata):
+                    raise ValueError(wrong)
                 values[name].append(value)
             except ValueError as e:
                 problems.append(f"--{name}={text} {e}")

@@ -105,6 +105,8 @@ class Flags:
     keep_milestones: bool = flag(False, "keep the checkpoint of every milestone too")
     force: bool = flag(False, "take over a run folder whose lock another host left")
     wandb: str | None = flag(None, "also log to this Weights & Biases project")
+    primary: str | None = flag(None, "the arm that a sweep is made to judge; stands in plan.json, as does")
+    margin: float | None = flag(None, "a difference in NLL too small to matter")
     # other uses
     benchmark: bool = flag(False, "time the arms on random tokens, interleaved, and write nothing")
     rounds: int = flag(7, "rounds of a benchmark")
@@ -565,7 +567,7 @@ def last_status(folder: Path) -> str | None:
 def save_checkpoint(folder: Path, c: dict, keep: int, keep_milestones: bool, model: GPT, optimizer, step: int) -> None:
     """ckpt.pt, whole or not at all; older ones stay as ckpt-<step>.pt while `keep` or a milestone holds them."""
     with atomic_file(folder / "ckpt.pt") as f:
-        torch.save(dict(format=1, step=step, tokens=step * c["tokens_per_step"], name=c["name"], arch=c["arch"],
+        torch.save(dict(format=2, step=step, tokens=step * c["tokens_per_step"], name=c["name"], arch=c["arch"],
                         model=model.state_dict(), optimizer=optimizer.state_dict()), f)
     if keep > 1 or keep_milestones and step in c["milestones"]:
         path = folder / f"ckpt-{step:06d}.pt"
@@ -868,7 +870,7 @@ def write_plan(members: list[Flags], configs: list[dict], out: Path) -> None:
     first, made = configs[0], provenance()
     plan = dict(runs=[c["name"] for c in configs], arms=list(dict.fromkeys(c["arch"] for c in configs)),
                 seeds=list(dict.fromkeys(c["seed"] for c in configs)), scale=first["scale"], max_steps=first["max_steps"],
-                stop_steps=first["stop_steps"], started=made["started"], git_commit=made["git_commit"], command=made["command"])
+                stop_steps=first["stop_steps"], primary=members[0].primary, margin=members[0].margin, started=made["started"], git_commit=made["git_commit"], command=made["command"])
     for attempt in range(50):  # copies of one sweep start together: each waits for the other's short turn
         try:
             with claim(out / ".plan.lock", "plan.json"):
