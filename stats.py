@@ -1,11 +1,13 @@
 """Pair the runs that differ in nothing but the arm, and say what their differences support.
 
-    python stats.py runs/                          # Markdown: every pair, the difference, its intervals, the audit
-    python stats.py runs/ --json                   # the same as JSON only
-    python stats.py runs/ --out=report             # also tables (md, csv, tex, json) and figures (png, pdf)
-    python stats.py runs/ --control=plain          # any arm can be the control
-    python stats.py runs/ --allow=lr --split=test  # each arm at its best lr, chosen on val, compared on test
-    python stats.py runs/ --strict                 # refuse pairs that differ in backend, dtype, versions or code
+    python stats.py runs/                              # conclusions, then one table of estimates, then what was left out
+    python stats.py runs/ --json                       # everything as JSON only
+    python stats.py runs/ --out=report                 # also every table (md, csv, tex, json) and figure (png, pdf)
+    python stats.py runs/ --control=plain              # any arm can be the control
+    python stats.py runs/ --allow=lr --split=test      # each arm at its best lr, chosen on val, compared on test
+    python stats.py runs/ --margin=0.005               # also: which arms differ from the control by less than that
+    python stats.py runs/ --speed=rd=0.90:0.89:0.91    # also: what rd's 90% of the control's speed costs in equal time
+    python stats.py runs/ --strict                     # refuse pairs that differ in backend, dtype, versions or code
 
 A pair is two runs of one scale and seed, equal in every setting but the arm, at the same step of the same schedule.
 Differences are NLL(treatment) - NLL(control) in nats per token: negative favours the treatment.
@@ -15,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import datetime
 import json
 import math
+import os
 import re
 import textwrap
 import typing
@@ -27,7 +31,7 @@ import numpy as np
 from prepare import BadInput, atomic_file, did_you_mean, flag, parse_flags, read_json, run_script, to_json
 
 # ---------------------------------------------------------------------------------------------------------
-# Estimates
+# Estimates: functions of differences alone. scipy.special is imported where it is used: it takes longer than the rest
 
 # Percent of studies in which the nominal 95% percentile bootstrap interval of n normal differences holds the
 # true mean (simulated, 12,000 studies or more for each n); the t interval holds it in 95 at every n.
@@ -53,10 +57,12 @@ def paired(deltas: typing.Sequence[float]) -> Paired:
         raise ValueError("no pair, no estimate: paired() wants a list of at least one difference")
     if not np.isfinite(d).all():
         raise ValueError(f"a difference is {d[~np.isfinite(d)][0]}: leave that run out by name, not in silence")
-    n, mean = len(d), float(d.mean())
+    n, mean, sd = len(d), float(d.mean()), 0.0
+    if n == 1:
+        return Paired(n, mean)
     if d.min() == d.max():  # said apart, so that rounding makes no spread out of equal numbers
         mean = float(d[0])
-        return Paired(n, mean) if n == 1 else Paired(n, mean, 0.0, (mean, mean), (mean, mean))
+        return Paired(n, mean, sd, (mean, mean), (mean, mean))
     if n <= 7:
         sums = np.zeros(1)
         for _ in range(n):
@@ -65,32 +71,76 @@ def paired(deltas: typing.Sequence[float]) -> Paired:
         rng = np.random.default_rng(0)
         sums = np.concatenate([d[rng.integers(0, n, (5_000, n))].sum(1) for _ in range(20)])
     low, high = np.percentile(sums / n, [2.5, 97.5])
-    return Paired(n, mean, float(d.std(ddof=1)), t_interval(mean, float(d.std(ddof=1)), n), (float(low), float(high)))
+    sd = float(d.std(ddof=1))
+    return Paired(n, mean, sd, t_interval(mean, sd, n), (float(low), float(high)))
 
 
 def t_interval(mean: float, sd: float, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Student-t interval (low, high) of a mean of n values with sample sd `sd`."""
     from scipy import special
     half = float(special.stdtrit(n - 1, 0.5 + level / 2)) * sd / math.sqrt(n)
     return mean - half, mean + half
 
 
+def next_interval(mean: float, sd: float, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Prediction interval (low, high) of one further normal value: wider than that of the mean by sqrt(n + 1)."""
+    return t_interval(mean, sd * math.sqrt(n + 1), n, level)
+
+
+def t_test(mean: float, sd: float, n: int) -> float:
+    """Two-sided p of a zero mean, paired t test."""
+    from scipy import special
+    return float(2 * special.stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
+
+
+def equivalence_test(mean: float, sd: float, n: int, margin: float) -> float:
+    """p of |mean| >= margin by two one-sided t tests: below 0.05 exactly where the 90% interval lies inside."""
+    from scipy import special
+    return float(special.stdtr(n - 1, -(margin - abs(mean)) / (sd / math.sqrt(n))))
+
+
+def holm(p: typing.Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment of p values [m], in their order: one below 0.05 holds among all m at 5%."""
+    adjusted, least = [0.0] * len(p), 0.0
+    for rank, i in enumerate(np.argsort(p, kind="stable")):
+        least = max(least, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = least
+    return adjusted
+
+
 def sign_flip(deltas: typing.Sequence[float]) -> float | None:
     """Exact two-sided sign-flip p of a zero mean, at least 2 / 2^n; None beyond n = 20 (a million sign patterns)."""
+    if len(deltas) > 20:
+        return None
     sums = np.zeros(1)
-    for x in deltas if len(deltas) <= 20 else ():
+    for x in deltas:
         sums = np.concatenate([sums + x, sums - x])
     tie = 1e-12 * np.abs(deltas).sum()  # the same sum, added in another order
-    return float(np.mean(np.abs(sums) >= abs(sum(deltas)) - tie)) if len(deltas) <= 20 else None
+    return float(np.mean(np.abs(sums) >= abs(sum(deltas)) - tie))
 
 
-def pairs_needed(sd: float, difference: float = 0.01, power: float = 0.8) -> int:
-    """Pairs at which a two-sided 5% paired t test finds `difference` with `power` (noncentral t)."""
+def power(n: int, effect: float) -> float:
+    """Chance that a two-sided 5% paired t test of n normal differences finds a mean of `effect` standard deviations.
+
+    By integration over the sample sd, given which the mean is normal: scipy's noncentral t gives up far out.
+    """
     from scipy import special
-    least = int(((special.ndtri(0.975) + special.ndtri(power)) * sd / difference) ** 2)  # were sd known
-    n = np.arange(max(2, least), least + 10)
-    shift, limit = difference * np.sqrt(n) / max(sd, 1e-3 * difference), special.stdtrit(n - 1, 0.975)
-    found = 1 - special.nctdtr(n - 1, shift, limit) + special.nctdtr(n - 1, shift, -limit)
-    return int(n[np.argmax(~(found < power))])  # NaN: so far beyond the limit that the function gives up
+    limit, share = special.stdtrit(n - 1, 0.975), (np.arange(20_000) + 0.5) / 20_000
+    sd = np.sqrt(special.chdtri(n - 1, share) / (n - 1))  # equally likely sample standard deviations
+    shift = effect * math.sqrt(n)
+    return float(np.mean(special.ndtr(shift - limit * sd) + special.ndtr(-shift - limit * sd)))
+
+
+def pairs_needed(sd: float, difference: float = 0.01, wanted: float = 0.8) -> int:
+    """Pairs at which a two-sided 5% paired t test finds `difference` with power `wanted`."""
+    from scipy import special
+    if not sd:
+        return 2
+    effect = difference / sd
+    n = max(2, int(((special.ndtri(0.975) + special.ndtri(wanted)) / effect) ** 2))  # as if the sd were known: too few
+    while power(n, effect) < wanted:
+        n += 1
+    return n
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -98,20 +148,30 @@ def pairs_needed(sd: float, difference: float = 0.01, power: float = 0.8) -> int
 
 # A difference in any setting refuses a pair, also in one that this file has never heard of, but for these:
 # the same function rounded otherwise is shown beside the pair, and refused by --strict;
-MARKED = ("backend", "dtype", "residual_dtype", "compile", "micro_batch", "ranks", "deterministic", "device",
-          "device_name", "kernel_sha256", "torch", "triton", "evaluation_backend")
+MARKED = ("backend", "dtype", "residual_dtype", "compile", "micro_batch", "ranks", "threads", "deterministic", "device",
+          "device_name", "kernel_sha256", "torch", "triton", "resumed", "evaluation_backend")
 # bookkeeping, what follows from other settings, and where in its schedule a run was stopped, are not compared.
-OWN = set("""name arch arm tag data started finished host command git_commit git_dirty git_diff python platform numpy
-    cuda driver backend_reason dtype_reason milestones stop_steps stop_tokens max_tokens probe out ckpt_every keep
-    wandb force workers""".split())
+OWN = frozenset((
+    "name", "arch", "arm", "tag", "out", "data", "command", "started", "finished", "host", "pid", "platform", "python",
+    "numpy", "cuda", "driver", "git_commit", "git_dirty", "git_diff", "probe", "backend_reason", "dtype_reason",
+    "milestones", "stop_steps", "stop_tokens", "max_tokens", "primary", "margin", "ckpt_every", "keep",
+    "keep_milestones", "repeat_data", "wandb", "force", "workers", "eval_batch", "benchmark", "rounds", "dry_run"))
+COUNTS = ("n_params", "flops", "arm_")  # beginnings of what differs between arms by design
+OF_A_SEED = ("seed", "init_sha256", "data_order")  # what differs between the seeds of one setting
 CROSSED = ("backend", "dtype", "residual_dtype", "device")  # a study that runs both arms in two of these is crossed
-WORDS = {"data_fingerprint": "data", "tokenizer_sha256": "tokenizer", "init_sha256": "starting weights", "max_steps":
-         "schedule length", "freeze": "frozen parameters", "eval_tokens": "evaluation tokens"}
+MATCHED = (*CROSSED, "evaluation_backend")  # an estimate without the pairs that differ in these stands beside the full one
+WORDS = {"data_fingerprint": "data", "tokenizer_sha256": "tokenizer", "init_sha256": "starting weights", "data_order":
+         "order of the data", "max_steps": "schedule length", "freeze": "frozen parameters", "eval_tokens":
+         "evaluation tokens"}
 
 
 def as_text(value) -> str:
-    text = f"{value:.7g}" if isinstance(value, float) else "none" if value is None else (
-        value if isinstance(value, str) else json.dumps(value))
+    """A setting's value, at most 99 characters."""
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 99 else text[:96] + "..."
 
 
@@ -123,37 +183,58 @@ def pair_check(a: dict, b: dict, allow: typing.Collection[str] = ()) -> tuple[li
     """
     refused, marked = [], []
     for key in sorted((a.keys() | b.keys()) - OWN):
-        if (a.get(key) == b.get(key) and (key in a) == (key in b) or key.startswith(("n_params", "flops", "arm_"))
-                or key == "kernel_sha256" and not a.get("backend") == b.get("backend") == "fused"  # ran in one at most
-                or key == "device_name" and not a.get("device") == b.get("device") == "cuda"
-                or key == "init_from" and a.get(key) and b.get(key) and a.get("init_sha256")):  # two paths, one hash
+        if key.startswith(COUNTS) or alike(key, a, b):
             continue
         word = f"{WORDS[key]} ({key})" if key in WORDS else key
-        if (key in a) != (key in b):
+        if (key in a) != (key in b) and key != "resumed":  # a run that was never resumed has no such line
             lacking = b if key in a else a
             marked.append(f"{word} is not recorded by {lacking.get('name') or lacking.get('arch')}")
+            continue
+        line = f"{word}: {as_text(a.get(key))} against {as_text(b.get(key))}"
+        if key in allow:
+            marked.append(line + " (allowed)")
+        elif key in MARKED:
+            marked.append(line)
         else:
-            line = f"{word}: {as_text(a[key])} against {as_text(b[key])}"
-            (marked if key in allow or key in MARKED else refused).append(line + " (allowed)" * (key in allow))
+            refused.append(line)
     if code := code_difference(a, b):
-        marked.append(f"code: {code}" + " (allowed)" * ("probe" in allow))
+        marked.append(f"code: {code} (allowed)" if "probe" in allow else f"code: {code}")
     return refused, marked
 
 
+def alike(key: str, a: dict, b: dict) -> bool:
+    """Whether two configs agree in a setting, or their difference in it can have had no effect."""
+    x, y = a.get(key), b.get(key)
+    if x == y and (key in a) == (key in b):
+        return True
+    if key == "kernel_sha256":  # it ran in one of them at most
+        return not a.get("backend") == b.get("backend") == "fused"
+    if key == "device_name":
+        return not a.get("device") == b.get("device") == "cuda"
+    return key == "init_from" and bool(x and y and a.get("init_sha256"))  # two paths: the starting weights are compared
+
+
 def code_difference(a: dict, b: dict) -> str | None:
-    """How the code of two runs differs, by the probes both stored of either arm (1e-5 relative). An arm that is newer
-    than one of the runs is no difference; without probes, one clean commit is as good."""
+    """How the code of two runs differs, by the probes both stored of block or of either arm.
+
+    A probe is what the code computes on a fixed tiny model. It holds `block` and the run's own arm, in float64, and
+    agrees to 1e-9 of each number; an old one, known by its lack of `data_order`, holds every arm in float32, to 1e-5.
+    An arm that is newer than one of the runs is no difference; without probes, one clean commit is as good.
+    """
     probes = [c["probe"] if isinstance(c.get("probe"), dict) else {} for c in (a, b)]
-    arms = sorted({str(c.get("arch")).split(":")[0] for c in (a, b)})
-    shared = [arm for arm in arms if all(arm in p for p in probes)]
+    digests = [c.get("data_order", p.get("data_order")) for c, p in zip((a, b), probes)]
+    tolerance = 1e-5 if None in digests else 1e-9
+    arms = {str(c.get("arch")) for c in (a, b)}
+    arms = sorted(arms | {arm.split(":")[0] for arm in arms})
+    shared = [arm for arm in dict.fromkeys(["block", *arms]) if all(arm in p for p in probes)]
     for arm in shared:
         with contextlib.suppress(TypeError, ValueError):  # nulls, lists of two lengths: they do not compare
             x, y = (np.asarray(p[arm], dtype=np.float64) for p in probes)
-            if x.size and (np.abs(x - y) <= 1e-5 * np.maximum(np.abs(x), np.abs(y))).all():  # false for NaN
+            if x.size and (np.abs(x - y) <= tolerance * np.maximum(np.abs(x), np.abs(y))).all():  # false for NaN
                 continue
         return f"probe of {arm}: {as_text(probes[0][arm])} against {as_text(probes[1][arm])}"
-    commits = {(c.get("git_commit"), bool(c.get("git_dirty"))) for c in (a, b)}
-    clean = len(commits) == 1 and all(commit and not dirty for commit, dirty in commits)
+    commits = {(as_text(c.get("git_commit")), bool(c.get("git_dirty"))) for c in (a, b)}
+    clean = len(commits) == 1 and all(commit != "none" and not dirty for commit, dirty in commits)
     return None if shared or clean else f"no probe of {' or '.join(arms)} in both runs, nor one clean commit"
 
 
@@ -163,117 +244,284 @@ def launch_report(config: dict, runs_folder: str | Path, control: str = "block")
     arm, place, lines, partners = config.get("arch"), (config.get("scale"), config.get("seed")), [], 0
     for path in sorted(Path(runs_folder).glob("*/config.json")):
         name = path.parent.name
-        with contextlib.suppress(BadInput):  # stats.py itself names what it cannot read
+        try:
             other = read_json(path)
-            if name == config.get("name") or (other.get("scale"), other.get("seed")) != place:
-                continue
-            refused, marked = pair_check(other, config)
-            if other.get("arch") == arm:
-                lines += [f"a rerun of {name}: the table takes one, both show the noise"] * (not refused)
-            elif control in (arm, other.get("arch")):
-                partners += not refused
-                lines.append(f"not with {name}: {'; '.join(refused)}" if refused else f"with {name}" +
-                             f", marked (--strict refuses it): {'; '.join(marked)}" * bool(marked))
+        except (BadInput, RecursionError):  # stats.py itself names what it cannot read
+            continue
+        if name == config.get("name") or (other.get("scale"), other.get("seed")) != place:
+            continue
+        refused, marked = pair_check(other, config)
+        if other.get("arch") == arm:
+            if not refused:
+                lines.append(f"a rerun of {name}: the table takes one, both show the noise")
+        elif refused and control in (arm, other.get("arch")):
+            lines.append(f"not with {name}: {'; '.join(refused)}")
+        elif control in (arm, other.get("arch")):
+            partners += 1
+            lines.append(f"with {name}, marked (--strict refuses it): {'; '.join(marked)}" if marked else f"with {name}")
+    if partners:
+        return lines + ["the table gains a pair once both runs have reached a milestone"]
     other_arm = "another arm" if arm == control else control
-    return lines + ["the table gains a pair once both runs have reached a milestone" if partners else
-                    f"in no table until {other_arm} has a run with these settings, scale {place[0]}, seed {place[1]}"]
+    return lines + [f"in no table until {other_arm} has a run with these settings, scale {place[0]}, seed {place[1]}"]
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Run folders
+# Run folders. Whatever cannot be used is a ValueError with the reason: `load_folders` names the run and goes on
+
+CONFIG = dict(scale=str, arch=str, seed=int, max_steps=int)  # what a run must record, and
+CONFIG_TOO = dict(  # what it may
+    name=str, backend=str, data=str, device=str, device_name=str, stop_steps=int, tokens_per_step=int, n_params=int,
+    n_layer=int, n_embd=int, n_head=int, block_layers=int, context=int, vocab_size=int, batch_size=int, micro_batch=int,
+    lr=float, mlp_ratio=float)
+RECORDS = {"train": (dict(step=int, loss=float), dict(tokens_per_s=float, peak_memory_bytes=float)),
+           "eval": (dict(step=int, nll=float), dict(tokens=int, bits_per_byte=float, js_mean=float, js=list,
+                                                    js_of_mean=list, data_fingerprint=str)),
+           "end": (dict(status=str), dict(step=int, why=str))}
+KINDS = {int: "a whole number of at most 2^63", float: "a finite number", str: "text", list: "a list of numbers"}
 
 
-def read_metrics(path: Path, samples: int = 64) -> list[dict]:
-    """Every record of a metrics.jsonl but the train ones, and `samples` of those (the paper's length makes 10 MB of
-    them). A line that cannot be a record raises ValueError; a last line without its end is still being written."""
+def is_a(kind: type, value) -> bool:
+    """Whether a value from JSON is what a report can compute with."""
+    if kind is str:
+        return isinstance(value, str) and value.isprintable()
+    if kind is list:
+        return isinstance(value, list) and all(is_a(float, x) for x in value)
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        return False
+    return abs(value) < 2 ** 63 if kind is int else math.isfinite(value) and abs(value) < 1e300
+
+
+def checked(record: dict, required: dict[str, type], optional: dict[str, type], what: str) -> dict:
+    """`record`, where it holds what is required and nothing of a wrong type. Raises ValueError."""
+    lacking = [key for key in required if record.get(key) in (None, "")]
+    if lacking:
+        raise ValueError(f"{what} lacks {', '.join(lacking)}")
+    for key, kind in (required | optional).items():
+        if record.get(key) is not None and not is_a(kind, record[key]):
+            raise ValueError(f"{what}: {key} is {as_text(record[key])}, not {KINDS[kind]}")
+    return record
+
+
+def checked_evaluation(record: dict, what: str) -> dict:
+    required, optional = RECORDS["eval"]
+    checked(record, required, optional, what)
+    if not 0 <= record["nll"] < 700:  # e^700 overflows
+        raise ValueError(f"{what}: the NLL at step {record['step']} is {record['nll']}")
+    return record
+
+
+def read_metrics(path: Path, samples: int | None = 64) -> list[dict]:
+    """The records of a metrics.jsonl: every one but the train ones, and about `samples` of those (the paper's length
+    makes 10 MB of them; None: all), first and second among them. Raises ValueError at a line that is no such record; a
+    last line without its end is still being written. Each gets its `line`, counted from 1."""
     data, records = path.read_bytes(), []
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
-    wanted = {*range(0, len(ends), max(1, len(ends) // samples)), *range(len(ends))[-1:],
-              *np.searchsorted(ends, [m.start() for m in re.finditer(b'"eval"', data)]),
-              *np.flatnonzero(np.frombuffer(data, np.uint8)[ends - 1] != ord("}"))}  # torn lines, for their error
-    for i in sorted(i for i in wanted if i < len(ends)):
+    text = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(text == ord("\n"))
+    starts = np.concatenate([[0], ends[:-1] + 1])[:len(ends)]
+    stride = 1 if samples is None else max(1, len(ends) // samples)
+    torn = np.flatnonzero((text[starts] != ord("{")) | (text[ends - 1] != ord("}")))  # read for their error
+    others = np.searchsorted(ends, [m.start() for m in re.finditer(rb'"(?:eval|end)"', data)])
+    wanted = {0, 1, *range(0, len(ends), stride), *range(len(ends))[-3:], *others.tolist(), *torn.tolist()}
+    for i in sorted(wanted):
+        if i >= len(ends):
+            break
+        what = f"line {i + 1} of {path.name}"
         try:
-            records.append(json.loads(data[ends[i - 1] + 1 if i else 0:ends[i]]))
-            records[-1]["kind"]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"corrupt: line {i + 1} of {path.name} is not a record") from None
+            record = json.loads(data[starts[i]:ends[i]])
+            kind = record["kind"]
+            if not isinstance(kind, str):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(f"corrupt: {what} is not a record") from None
+        if kind == "eval":
+            checked_evaluation(record, what)
+        elif kind in ("train", "end"):
+            checked(record, *RECORDS[kind], what)
+        records.append({**record, "line": i + 1})
     return records
 
 
+def lost_lines(records: list[dict]) -> int:
+    """How many steps a log lacks that begins with consecutive ones, as train.py's does: 0 where none can be told."""
+    train = [r for r in records if r["kind"] == "train"]
+    if len(train) < 2 or train[1]["step"] != train[0]["step"] + 1:
+        return 0
+    others = sum(r["kind"] != "train" and r["line"] < train[-1]["line"] for r in records)
+    return train[-1]["step"] - (train[-1]["line"] - others)
+
+
+def read_evaluations(folder: Path, name: str, split: str) -> tuple[dict[int, dict], list[str]]:
+    """{step: evaluation} of a run's eval/<split>-<step>[-...].json, and what is wrong with the files left out.
+
+    A file says its run, split and step; `name` is the run's in config.json. One on another backend than training's has
+    the longer name, and gives way to the run's own."""
+    found, wrong = {}, []
+    for path in sorted((folder / "eval").glob(f"{split}-*.json"), key=lambda p: (-len(p.name), p.name)):
+        step = re.fullmatch(rf"{split}-(\d+)(-.*)?\.json", path.name)
+        try:
+            if not step:
+                raise ValueError(f"its name is not {split}-<step>.json")
+            record = read_json(path)
+            for key, want in (("run", name), ("split", split), ("step", int(step[1]))):
+                if record.get(key) != want:
+                    raise ValueError(f"it says {key} {as_text(record.get(key))}, not {as_text(want)}")
+            found[record["step"]] = checked_evaluation(record, "it")
+        except (BadInput, ValueError, OSError, RecursionError) as e:
+            wrong.append(f"eval/{path.name} left out: {plain_reason(e, folder)}")
+    return found, wrong
+
+
 class Run:
-    """A run folder: config, status, step of its last record, evaluations by step, speed and memory. Its settings are
-    attributes (`run.seed`), None where config.json lacks them. Raises what tells why the run cannot be used."""
+    """A run folder: its config, status, step of its last record, evaluations by step, speed and memory. Raises what
+    tells why the run cannot be used; `remarks` says what is wrong with one that can."""
 
     def __init__(self, path: Path, name: str, split: str):
-        self.path, self.name, self.config = path, name, {"name": name, **read_json(path / "config.json")}
-        if lacking := [k for k in ("scale", "arch", "seed", "max_steps") if self.config.get(k) is None]:
-            raise ValueError(f"config.json lacks {', '.join(lacking)}")
+        self.path, self.name = path, name
+        self.config = {"name": name, **checked(read_json(path / "config.json"), CONFIG, CONFIG_TOO, "config.json")}
+        self.arch, self.scale, self.seed = (self.config[k] for k in ("arch", "scale", "seed"))
+        self.max_steps, self.tokens_per_step = self.config["max_steps"], self.config.get("tokens_per_step")
+        self.end = self.config.get("stop_steps") or self.max_steps  # where the run was to stop
         records = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
-        end = records[-1] if records and records[-1]["kind"] == "end" else {}
-        self.status, self.last = end.get("status", "unfinished"), max((r.get("step", 0) for r in records), default=0)
+        last = records[-1] if records else {}
+        self.last = max((r.get("step", 0) for r in records), default=0)
+        self.status = last["status"] if last.get("kind") == "end" else "unfinished"
         if self.status == "diverged":
-            raise ValueError(f"diverged at step {self.last}" + f" ({end.get('why')})" * bool(end.get("why")))
-        # an evaluation on another backend than training's has the longer name, and gives way to the run's own
-        files = sorted((path / "eval").glob(f"{split}-*.json"), key=lambda p: (-len(p.name), p.name))
-        logged, stored = [r for r in records if r["kind"] == "eval"], [read_json(f) for f in files]
-        for step, nll in ((r.get("step"), r.get("nll")) for r in logged + stored):
-            if not isinstance(step, int) or not isinstance(nll, (int, float)) or not 0 <= nll < 700:  # e^700 overflows
-                raise ValueError(f"the NLL at step {step} is {nll}")
-        self.val = {r["step"]: r for r in logged}
-        self.evals = {r["step"]: r for r in stored + logged * (split == "val")}  # step -> evaluation on the split
+            why = f" ({last['why']})" if last.get("why") else ""
+            raise ValueError(f"diverged at step {self.last}{why}")
+        self.val = {r["step"]: r for r in records if r["kind"] == "eval"}
+        stored, self.remarks = read_evaluations(path, self.config["name"], split)
+        for step, logged in self.val.items() if split == "val" else ():
+            again = stored.get(step, logged)
+            if again["nll"] != logged["nll"] and again.get("backend") in (None, self.config.get("backend")):
+                self.remarks.append(f"eval/val-{step:06d}.json left out: it says NLL {again['nll']}, the log {logged['nll']}")
+        self.evals = {**stored, **self.val} if split == "val" else stored  # step -> evaluation on the split
+        for step, record in self.evals.items():
+            data = self.config.get("data_fingerprint")
+            if record.get("data_fingerprint", data) != data:
+                raise ValueError(f"evaluated at step {step} on other data ({record['data_fingerprint']}) than it was trained on")
+        if not self.evals and split == "val":
+            raise ValueError(f"no evaluation yet, at step {self.last}")
         if not self.evals:
-            raise ValueError(f"no evaluation yet, at step {self.last}" if split == "val" else
-                             f"no {split} evaluation: python eval.py {path} --split={split}")
-        self.speed = float(np.median([r["tokens_per_s"] for r in records if r.get("tokens_per_s")] or [0])) or None
+            raise ValueError(f"no {split} evaluation: python eval.py {path} --split={split}")
+        if lost := lost_lines(records):
+            self.remarks.append(f"metrics.jsonl lacks {lost:,} of its {self.last:,} steps")
+        if self.status != "complete" or self.last < self.end:
+            self.remarks.append(f"{self.status}: at step {self.last} of {self.end}")
+        speeds = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
+        self.speed = float(np.median(speeds)) if speeds else None
         self.memory = max((r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")), default=None)
-
-    def __getattr__(self, key):
-        return self.__dict__["config"].get(key)
 
     def tokens(self, step: int) -> int | None:
         return step * self.tokens_per_step if self.tokens_per_step else self.evals[step].get("tokens")
 
     def windows(self, split: str, step: int) -> np.ndarray | None:
         """Mean NLL of each evaluation window, float64 [windows], where eval/ has them and they give the run's NLL."""
-        with contextlib.suppress(OSError, ValueError, EOFError):
+        with contextlib.suppress(OSError, ValueError, EOFError, MemoryError):
             w = np.load(self.path / "eval" / f"{split}-{step:06d}.npy", allow_pickle=False)
-            return w if w.ndim == 1 and len(w) > 1 and abs(w.mean() - self.evals[step]["nll"]) < 1e-5 else None
+            if w.ndim == 1 and w.dtype.kind == "f" and len(w) > 1 and abs(w.mean() - self.evals[step]["nll"]) < 1e-5:
+                return w
+        return None
 
 
-def load_folders(folders: list[str], split: str, problem: typing.Callable) -> tuple[list[Run], list[str]]:
-    """The usable runs in `folders` (folders of runs, or runs), and the names of those still to come; `problem` gets
-    the others. Raises BadInput where there is no run."""
-    found, coming, runs = {}, [], []
-    for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise BadInput(f"{folder}: no such folder; give the folder that train.py writes its runs to")
-        marks = ("config.json", "metrics.jsonl", "ckpt.pt")
-        inside = [folder] if (folder / marks[0]).exists() else [
-            p for p in folder.iterdir() if p.name[0] != "." and any((p / f).exists() for f in marks)]
-        if not inside:
-            raise BadInput(f"{folder} holds no runs: a run is a folder with config.json and metrics.jsonl")
-        names = {p.resolve().name: p.resolve() for p in inside}
-        for name, p in sorted(names.items()):
-            found.setdefault(p, name if name not in found.values() else str(p))
-        if (folder / "plan.json").exists():
-            try:
-                plan = {str(name) for entry in read_json(folder / "plan.json")["plans"] for name in entry["runs"]}
-            except (BadInput, KeyError, TypeError) as e:
-                problem("plan.json", f"cannot be read ({e}): planned and missing runs are not known")
-                continue
-            coming += sorted(plan - names.keys())
-            for name in sorted(plan ^ names.keys()):
-                problem(name, "planned, and missing" if name in plan else "not planned: plan.json lacks it")
+class Problems(list):
+    """What --json calls `problems`: {run, why} of each run left out or pair refused, and what else is wrong."""
+
+    def add(self, run: str, why: str) -> None:
+        if {"run": run, "why": why} not in self:
+            self.append({"run": run, "why": why})
+
+    def of(self, *beginnings: str) -> list[dict]:
+        return [p for p in self if p["why"].startswith(beginnings)]
+
+
+def plain_reason(e: Exception, folder: Path) -> str:
+    if isinstance(e, RecursionError):
+        return "nested too deep to be read"
+    return getattr(e, "strerror", None) or str(e).replace(f"{folder}/", "")
+
+
+def read_plan(path: Path, names: typing.Collection[str], problems: Problems) -> tuple[list[dict], list[str]]:
+    """The plans in a plan.json, and the planned runs that `names` lacks; says which runs nobody planned."""
+    plans = []
+    try:
+        entries = read_json(path)["plans"]
+        for i, plan in enumerate(entries):
+            if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list) or not all(
+                    is_a(str, name) for name in plan["runs"]):
+                raise ValueError(f"plan {i + 1} names no runs")
+            plans.append(plan)
+    except (BadInput, ValueError, TypeError, KeyError, RecursionError) as e:
+        reason = "no list of plans" if isinstance(e, (TypeError, KeyError)) else plain_reason(e, path.parent)
+        problems.add("plan.json", f"cannot be read ({reason}): planned and missing runs are not known")
+        return [], []
+    planned = {name for plan in plans for name in plan["runs"]}
+    missing = sorted(planned - set(names))
+    for name in missing:
+        problems.add(name, "planned, and missing")
+    for name in sorted(set(names) - planned):
+        problems.add(name, "not planned: plan.json lacks it")
+    return plans, missing
+
+
+def is_run(folder: Path) -> bool:
+    try:
+        return any((folder / mark).exists() for mark in ("config.json", "metrics.jsonl", "ckpt.pt"))
+    except OSError:  # it may not be read: named where its config.json is
+        return True
+
+
+def find_folders(arguments: list[str], problems: Problems) -> tuple[dict[Path, str], dict[Path, set[str]]]:
+    """Run folders {path: name} in what the command line names (folders of runs, runs, plan.json, as `runs/*` gives),
+    and {plan.json: names of the runs beside it}. What is no run is said and skipped; BadInput where there is none."""
+    found, homes, plans = {}, {}, {}
+    for path in map(Path, arguments):
+        if not path.exists():
+            raise BadInput(f"{path}: no such folder; give the folder that train.py writes its runs to")
+        if path.is_file() and path.name == "plan.json":
+            plans[path.resolve()] = set()
+            continue
+        try:
+            if not path.is_dir():
+                raise ValueError("not a folder")
+            inside = [path] if is_run(path) else [p for p in sorted(path.iterdir()) if p.is_dir() and is_run(p)]
+            inside = [p for p in inside if not p.name.startswith(".") or p is path]
+            if inside != [path] and (path / "plan.json").exists():
+                plans[(path / "plan.json").resolve()] = set()
+            elif not inside:
+                raise ValueError("holds no runs")
+        except (OSError, ValueError) as e:
+            problems.add(str(path), f"skipped: {plain_reason(e, path)}")
+            continue
+        for p in inside:
+            name = os.fsencode(p.resolve().name).decode("utf-8", "backslashreplace")
+            found.setdefault(p.resolve(), name if name not in found.values() else str(p))
+            homes.setdefault((p.absolute().parent / "plan.json").resolve(), set()).add(name)
+    if not found and not plans:
+        raise BadInput(f"{', '.join(arguments)} holds no runs: a run is a folder with config.json and metrics.jsonl")
+    return found, {path: homes.get(path, set()) for path in plans}
+
+
+def load_folders(arguments: list[str], split: str, problems: Problems) -> tuple[list[Run], list[str], list[dict]]:
+    """The usable runs, the names of those still to come, and the plans. One bad folder is named and left out."""
+    found, plan_files = find_folders(arguments, problems)
+    runs, coming, plans = [], [], []
+    for path, names in plan_files.items():
+        entries, missing = read_plan(path, names, problems)
+        plans += entries
+        coming += missing
     for path, name in sorted(found.items(), key=lambda item: item[1]):
         try:
             run = Run(path, name, split)
-            runs.append(run)
-            if run.status != "complete" or run.last < (run.stop_steps or run.max_steps):
-                problem(name, f"{run.status}: at step {run.last} of {run.stop_steps or run.max_steps}")
-        except (BadInput, ValueError, OSError) as e:
-            coming += [name] * str(e).startswith("no evaluation yet")
-            problem(name, f"left out: {getattr(e, 'strerror', None) or str(e).replace(f'{path}/', '')}")
-    return runs, coming
+        except (BadInput, ValueError, OSError, RecursionError) as e:
+            reason = plain_reason(e, path)
+            problems.add(name, f"left out: {reason}")
+            if reason.startswith("no "):  # no evaluation: not yet, or not on this split
+                coming.append(name)
+            continue
+        runs.append(run)
+        for remark in run.remarks:
+            problems.add(name, remark)
+    return runs, coming, plans
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -286,135 +534,219 @@ PAPER = {"S": dict(mean=-0.030118, sd=0.003036, t_ci=(-0.033887, -0.026348), boo
                    change=(-0.0247, 0.0120), ppl_reduction=0.0243, won="5/5", n=5)}
 SAME_AS_BLOCK = {
     "average": "Average is degenerate: its two queries start equal, get equal gradients and stay equal, so it is "
-               "block up to rounding and clipping: a noise floor; q_kv, k_qv, q_k_v test parameters and two routes.",
+               "block up to rounding and clipping, a noise floor; q_kv, k_qv, q_k_v test parameters and two routes.",
     "tied": "Tied computes block's function with block's parameters: a noise floor."}
 
 
-def pair_steps(c: Run, t: Run, allow: typing.Collection[str], strict: bool) -> tuple[dict[int, tuple], list[str]]:
-    """{step: (control, treatment, marks)} where `c` and `t` make a pair, or what stands against it."""
-    steps, why = {}, pair_check(c.config, t.config, allow)[0] or ["no step at which both were evaluated"]
-    parts = ("eval_tokens", "windows", "backend", "data_fingerprint")
-    for step in sorted(c.evals.keys() & t.evals.keys()):
-        both = [{f"evaluation_{k}": r.evals[step][k] for k in parts if k in r.evals[step]} | r.config for r in (c, t)]
-        refused, marked = pair_check(*both, allow)
-        if against := refused + [m for m in marked if strict and not m.endswith("(allowed)")]:
-            why = against
-        else:
-            steps[step] = (c, t, marked)
-    return steps, why
+class Pair(typing.NamedTuple):
+    """Two runs that differ in the arm, and what marks them at each step at which they may be compared."""
+    control: Run
+    treatment: Run
+    marks: dict[int, list[str]]
 
-
-def best_of(runs: list[Run], keys: list[str], problem: typing.Callable, notes: list) -> list[Run]:
-    """Of one arm's runs those whose value of `keys` has the lowest validation NLL, over the seeds and at the last step
-    that all values share; all of them where they share none."""
-    values: dict[str, list[Run]] = {}
-    for r in runs:
-        values.setdefault("/".join(as_text(r.config.get(k)) for k in keys), []).append(r)
-    seeds = set.intersection(*({r.seed for r in rs} for rs in values.values()))
-    steps = set.intersection(*({s for r in rs for s in r.val if r.seed in seeds} for rs in values.values()))
-    if len(values) < 2 or not steps:
-        return runs
-    score = {v: np.mean([r.val[max(steps)]["nll"] for r in rs if r.seed in seeds and max(steps) in r.val])
-             for v, rs in values.items()}
-    best = min(values, key=lambda v: (score[v], v))
-    ranking = ", ".join(f"{v} (NLL {score[v]:.5f})" for v in sorted(values))
-    notes.append((runs[0], f"{runs[0].arch}: {'/'.join(keys)} = {best} is the best on validation of {ranking}, over "
-                  f"seeds {', '.join(map(str, sorted(seeds)))}."))
-    for r in (r for r in runs if r not in values[best]):
-        problem(r.name, f"left out: {'/'.join(keys)} = {best} is better on validation")
-    return values[best]
+    def confounds(self, step: int) -> list[str]:
+        """The settings that mark the pair, but for those that the user allowed."""
+        marks = [m for m in self.marks[step] if not m.endswith("(allowed)")]
+        return sorted({re.split(r" \(|: | is not recorded", m)[0] for m in marks})
 
 
 def analyse(folders: list[str], control: str = "block", split: str = "val", allow: typing.Collection[str] = (),
-            strict: bool = False) -> dict:
+            strict: bool = False, primary: str | None = None, margin: float | None = None, speed: str | None = None
+            ) -> dict:
     """All that tables and figures show: `comparisons` (each arm against the control, at the last step that a pair has
-    reached), `milestones` (the same at every step), `crossed` (arm by backend), `floor` (differences that are noise),
-    `problems`, `refused`."""
-    out = dict(control=control, split=split, refused=0, comparisons=[], milestones=[], crossed=[], floor=[], problems=[])
-    notes, used, seen, groups = [], set(), {}, []
+    reached), `milestones` (the same at every step), `trends` (how a difference changes between milestones), `crossed`
+    (arm by backend), `floor` (differences that are noise), `problems`."""
+    problems = Problems()
+    out = dict(control=control, split=split, comparisons=[], milestones=[], trends=[], crossed=[], floor=[],
+               problems=problems)
+    runs, coming, plans = load_folders(folders, split, problems)
+    check_choices(runs, control, allow, primary)
+    speeds = read_speeds(speed, control)
+    runs = without_copies(runs, problems)
+    groups, choices = choose_settings(group_runs(runs, allow), allow, split, problems)
+    used = set()
+    for group in groups:
+        if group[0].arch == control:
+            continue
+        pairs = find_pairs(group, groups, control, allow, strict, problems)
+        variants = split_variants(pairs, [r for g in groups for r in g])
+        cells = {label: {step: best_pairs(some, step) for step in sorted({s for p in some for s in p.marks})}
+                 for label, some in variants.items()}
+        for label, by_step in cells.items():
+            used |= {r.name for best in by_step.values() for p in best.values() for r in p[:2]}
+            rows = [compare(list(best.values()), step, split, step == max(by_step), label) for step, best in by_step.items()]
+            out["milestones"] += rows
+            trends = [trend(by_step, a, b, label) for a, b in spans(list(by_step))]
+            out["trends"] += [t for t in trends if t]
+            row = rows[-1]
+            row["trend"] = trends[-1] if trends else None
+            row["waiting"], row["missing"] = not_there(row, variants[label], coming, problems)
+            row["interim"] = bool(row["waiting"])
+            row["equal_time"] = equal_time(row, speeds)
+            row["notes"] = [text for arm, scale, text in choices if arm in (control, row["treatment"]) and scale == row["scale"]]
+            row["notes"] += [SAME_AS_BLOCK[arm] for arm in (row["treatment"], control) if arm in SAME_AS_BLOCK]
+            out["comparisons"].append(row)
+        labels = list(cells)
+        crossings = [interaction(cells[labels[0]], cells[label], labels[0], label) for label in labels[1:]]
+        out["crossed"] += [row for row in crossings if row]
+    name_unused(groups, used, problems)
+    out["floor"] = reruns(groups, split) + [c for c in out["comparisons"] if {c["control"], c["treatment"]} <= {
+        "block", *SAME_AS_BLOCK}]
+    judge(out["comparisons"], plans, primary)
+    test_equivalence(out["comparisons"], plans, margin)
+    for c in out["comparisons"]:
+        c["evidence"] = "\n".join(conclusion(c))
+    return out
 
-    def problem(run: str, why: str) -> None:
-        out["problems"].append({"run": run, "why": why})
-        out["refused"] += why.startswith("refused")
 
-    runs, coming = load_folders(folders, split, problem)
+def check_choices(runs: list[Run], control: str, allow: typing.Collection[str], primary: str | None) -> None:
+    """Raises BadInput for an arm or a setting that no run has."""
     arms, settings = {r.arch for r in runs}, {k for r in runs for k in r.config} - {"scale", "seed", "arch"}
-    if runs and control not in arms | {"block"}:
-        raise BadInput(f"--control={control}: the arms here: {', '.join(sorted(arms))}" + did_you_mean(control, arms))
-    for key in (k for k in allow if runs and k not in settings):
-        raise BadInput(f"--allow={key}: not a setting in which two runs can differ" + did_you_mean(key, settings))
-    for r in list(runs):
+    for word, arm in (("control", control), ("primary", primary)):
+        if runs and arm is not None and arm not in arms | {"block"}:
+            raise BadInput(f"--{word}={arm}: the arms here: {', '.join(sorted(arms))}" + did_you_mean(arm, arms))
+    for key in allow:
+        if runs and key not in settings:
+            raise BadInput(f"--allow={key}: not a setting in which two runs can differ" + did_you_mean(key, settings))
+
+
+def without_copies(runs: list[Run], problems: Problems) -> list[Run]:
+    """The runs but for those whose every NLL is that of another seed."""
+    seen, kept = {}, []
+    for r in runs:
         o = seen.setdefault((r.scale, r.arch, r.evals[max(r.evals)]["nll"]), r)
         if o.seed != r.seed and all(r.evals[s]["nll"] == o.evals[s]["nll"] for s in r.evals.keys() & o.evals.keys()):
-            problem(r.name, f"refused: its NLLs equal those of {o.name} to the last digit, though the seeds are "
-                    f"{o.seed} and {r.seed}: a copied folder, or a seed without effect")
-            runs.remove(r)
-    size = {r.scale: r.n_params or 0 for r in runs}
-    for r in sorted(runs, key=lambda r: (size[r.scale], str(r.scale), r.arch != "rd", r.arch, r.name)):
-        home = next((g for g in groups if g[0].arch == r.arch and not pair_check(
-            *({**x.config, "seed": 0, "init_sha256": 0} for x in (g[0], r)), allow)[0]), None)
-        groups.append([r]) if home is None else home.append(r)  # a group: one arm at one setting, whatever the seeds
-    if keys := [k for k in allow if k not in MARKED and k != "probe"]:
-        groups = [best_of(g, keys, problem, notes) for g in groups]
+            problems.add(r.name, f"refused: its NLLs equal those of {o.name} to the last digit, though the seeds are "
+                         f"{o.seed} and {r.seed}: a copied folder, or a seed without effect")
+        else:
+            kept.append(r)
+    return kept
 
-    for group in (g for g in groups if g[0].arch != control):
-        scale, arm, pairs = group[0].scale, group[0].arch, []  # pairs: (variant, step, control, treatment, marks)
-        for t in group:
-            tried = [(c, *pair_steps(c, t, allow, strict)) for g in groups for c in g
-                     if (c.arch, c.scale, c.seed) == (control, scale, t.seed)]
-            variant = tuple(str(t.config.get(k)) for k in CROSSED)
-            pairs += [(variant, step, *pair) for _, steps, _ in tried for step, pair in steps.items()]
-            if not any(steps for _, steps, _ in tried):
-                near, _, why = min(tried, key=lambda x: (len(x[2]), x[0].name), default=(None, None, None))
-                problem(t.name, f"refused with {near.name}: {'; '.join(why)}" if near else
-                        f"no partner: no usable run of {control} at scale {scale}, seed {t.seed}")
-        crossed = len({(p[0], p[3].seed) for p in pairs}) > len({p[3].seed for p in pairs})  # a comparison per backend
-        variants = sorted({p[0] for p in pairs}, key=lambda v: (v[0] != "reference", v)) if crossed else [None]
-        siblings = [setting_words(r) for g in groups for r in g if (r.scale, r.arch) == (scale, arm)]
-        labels, cells = {}, {}  # cells: {(variant, step): {seed: (control, treatment, marks)}}
-        for v in variants if pairs else ():
-            some = [p for p in pairs if v in (None, p[0])]
-            words = [w for w in setting_words(some[0][3]) if not all(w in s for s in siblings)]
-            if crossed:
-                words = [x for i, x in enumerate(v) if any(o[i] != x for o in variants)] + [
-                    w for w in words if not w.startswith(CROSSED)]
-            labels[v] = " ".join(words)
-            for step in sorted({p[1] for p in some}):
-                best = {}  # one pair a seed: the least marked one, then that of the longest runs
-                for _, _, c, t, marked in sorted((p for p in some if p[1] == step), key=lambda p: (
-                        str(type(p[2].seed)), p[2].seed, len(p[4]), -p[2].last, -p[3].last, p[2].name, p[3].name)):
-                    best.setdefault(t.seed, (c, t, marked))
-                used |= {r.name for p in best.values() for r in p[:2]}
-                cells[v, step] = best
-                row = compare(list(best.values()), step, split, step == max(p[1] for p in some), labels[v])
-                out["milestones"].append(row)
-            starts = tuple(f"{scale}-{a.replace(':', '_').replace('=', '')}-s" for a in (control, arm))
-            waiting = sorted({r.name for p in some for r in p[2:4] if r.status != "complete"})
-            waiting += [name for name in coming if name.startswith(starts)]
-            about = [text for r, text in notes if r.scale == scale and r.arch in (control, arm)]
-            row.update(waiting=waiting, interim=bool(waiting), budget=row["budget"] + ", interim" * bool(waiting),
-                       notes=about + [SAME_AS_BLOCK[a] for a in (arm, control) if a in SAME_AS_BLOCK])
-            out["comparisons"].append(row)
-        out["crossed"] += [row for v in variants[1:] if (row := interaction(cells, variants[0], v, labels))]
 
-    named = used | {p["run"] for p in out["problems"] if re.match("left out|refused|no partner", p["why"])}
-    for r, group in ((r, g) for g in groups for r in g):
-        twins = [o for o in group if o is not r and o.seed == r.seed]
-        if r.name not in named:
-            twin = next((o.name for o in twins if o.name in used), None)
-            problem(r.name, f"duplicate of {twin}, which the table takes: same arm, seed and settings" if twin else
-                    "no partner: no run of another arm with its scale, seed and settings")
-        for o in (o for o in twins if o.name > r.name and o.evals.keys() & r.evals.keys()):
-            step = max(o.evals.keys() & r.evals.keys())
-            out["floor"].append(compare([(r, o, pair_check(r.config, o.config)[1])], step, split))
-    intervals = sum(c["n"] > 1 for c in out["comparisons"])
-    for c in out["comparisons"]:
-        if {c["control"], c["treatment"]} <= {"block", *SAME_AS_BLOCK}:
-            out["floor"].append(c)
-        if c["n"] > 1 and intervals > 1:
-            c["simultaneous_t_ci"] = t_interval(c["mean"], c["sd"], c["n"], 1 - 0.05 / intervals)
-        c["evidence"] = evidence(c)
-    return out
+def group_runs(runs: list[Run], allow: typing.Collection[str]) -> list[list[Run]]:
+    """Runs of one arm at one setting, whatever the seed; by size, `rd` before the other arms."""
+    groups, size = [], {r.scale: r.config.get("n_params") or 0 for r in runs}
+    for r in sorted(runs, key=lambda r: (size[r.scale], r.scale, r.arch != "rd", r.arch, r.name)):
+        for group in groups:
+            configs = [{**x.config, **dict.fromkeys(OF_A_SEED, 0)} for x in (group[0], r)]
+            if group[0].arch == r.arch and not pair_check(*configs, allow)[0]:
+                group.append(r)
+                break
+        else:
+            groups.append([r])
+    return groups
+
+
+def choose_settings(groups: list[list[Run]], allow: typing.Collection[str], split: str, problems: Problems
+                    ) -> tuple[list[list[Run]], list[tuple[str, str, str]]]:
+    """With settings allowed to differ: of each group the runs at the value of them that is best on validation, over the
+    seeds and at the last step that all values share; and what to say of it: [(arm, scale, sentence)]."""
+    keys = [k for k in allow if k not in MARKED and k != "probe"]
+    if not keys:
+        return groups, []
+    what, kept, notes, grids = "/".join(keys), [], [], {}
+    for group in groups:
+        values: dict[str, list[Run]] = {}
+        for r in group:
+            values.setdefault("/".join(as_text(r.config.get(k)) for k in keys), []).append(r)
+        arm, scale = group[0].arch, group[0].scale
+        grids.setdefault(scale, {})[arm] = len(values)
+        seeds = set.intersection(*({r.seed for r in rs} for rs in values.values()))
+        steps = set.intersection(*({s for r in rs for s in r.val if r.seed in seeds} for rs in values.values()))
+        if len(values) == 1 or not steps:
+            kept.append(group)
+            continue
+        at = max(steps)
+        score = {v: float(np.mean([r.val[at]["nll"] for r in rs if r.seed in seeds and at in r.val]))
+                 for v, rs in values.items()}
+        best = min(values, key=lambda v: (score[v], v))
+        kept.append(values[best])
+        ranking = ", ".join(f"{v} (NLL {score[v]:.5f})" for v in sorted(values, key=numeric))
+        text = f"{arm}: {what} = {best}, chosen on val as the best of {ranking}, over seeds {listed(seeds)}"
+        if best in (min(values, key=numeric), max(values, key=numeric)):
+            text += "; it lies at the edge of what was tried, so a better one may lie beyond"
+        notes.append((arm, scale, text + "."))
+        for r in group:
+            if r not in values[best]:
+                problems.add(r.name, f"left out: {what} = {best} is better on validation")
+    for scale, tried in grids.items():
+        for arm, n in tried.items():
+            if n == 1 and max(tried.values()) > 1:
+                notes.append((arm, scale, f"Only one {what} was tried for {arm}, and several for another arm: what is "
+                                          f"compared is also how well each was tuned."))
+        if split == "val" and max(tried.values()) > 1:
+            notes += [(arm, scale, f"{what} was chosen and is compared on the same split, which flatters the arm with more "
+                                   "tries: compare with --split=test.") for arm, n in tried.items() if n > 1]
+    return kept, notes
+
+
+def numeric(text: str) -> tuple:
+    """Sorts numbers by size and other values after them."""
+    try:
+        return 0, float(text), text
+    except ValueError:
+        return 1, 0.0, text
+
+
+def shared_steps(c: Run, t: Run, allow: typing.Collection[str], strict: bool) -> tuple[dict[int, list[str]], list[str]]:
+    """{step: marks} at which `c` and `t` may be compared, and what stands against them where there is none."""
+    why = pair_check(c.config, t.config, allow)[0]
+    if why:
+        return {}, why
+    steps, why = {}, ["no step at which both were evaluated"]
+    for step in sorted(c.evals.keys() & t.evals.keys()):
+        both = []
+        for r in (c, t):
+            found = {f"evaluation_{k}": r.evals[step][k] for k in (
+                "eval_tokens", "windows", "backend", "data_fingerprint") if k in r.evals[step]}
+            both.append(found | r.config)
+        refused, marked = pair_check(*both, allow)
+        if strict:
+            refused += [m for m in marked if not m.endswith("(allowed)")]
+        if refused:
+            why = refused
+        else:
+            steps[step] = marked
+    return steps, why
+
+
+def find_pairs(group: list[Run], groups: list[list[Run]], control: str, allow: typing.Collection[str], strict: bool,
+               problems: Problems) -> list[Pair]:
+    """Every pair of a run of the group with a run of the control, also those that share no evaluation yet."""
+    pairs = []
+    for t in group:
+        tried = []
+        for c in (c for g in groups for c in g):
+            if (c.arch, c.scale, c.seed) == (control, t.scale, t.seed):
+                steps, why = shared_steps(c, t, allow, strict)
+                tried.append((len(why), c.name, why, Pair(c, t, steps)))
+        good = [pair for *_, pair in tried if pair.marks]
+        pairs += good or [pair for *_, why, pair in tried if why == ["no step at which both were evaluated"]]
+        if not tried:
+            problems.add(t.name, f"no partner: no usable run of {control} at scale {t.scale}, seed {t.seed}")
+        elif not good:
+            _, near, why, _ = min(tried, key=lambda x: x[:2])
+            problems.add(t.name, f"refused with {near}: {'; '.join(why)}")
+    return pairs
+
+
+def split_variants(pairs: list[Pair], runs: list[Run]) -> dict[str, list[Pair]]:
+    """{label: pairs}. One comparison, as a rule, whose label holds the settings that tell it from others of its arm;
+    where a seed ran in two of the CROSSED settings, a comparison for each of them."""
+    pairs = [p for p in pairs if p.marks] and pairs
+    if not pairs:
+        return {}
+    arm = pairs[0].treatment
+    siblings = [setting_words(r) for r in runs if (r.scale, r.arch) == (arm.scale, arm.arch)]
+    words = [w for w in setting_words(arm) if not all(w in s for s in siblings)]
+    variant_of = lambda p: tuple(str(p.treatment.config.get(k)) for k in CROSSED)
+    variants = sorted({variant_of(p) for p in pairs if p.marks}, key=lambda v: (v[0] != "reference", v))
+    seeds_twice = {(variant_of(p), p.treatment.seed) for p in pairs}
+    if len(seeds_twice) == len({seed for _, seed in seeds_twice}):
+        return {" ".join(words): pairs}
+    words = [w for w in words if not w.startswith(CROSSED)]
+    labels = {v: [x for i, x in enumerate(v) if any(o[i] != x for o in variants)] + words for v in variants}
+    return {" ".join(label): [p for p in pairs if variant_of(p) == v] for v, label in labels.items()}
 
 
 def setting_words(run: Run) -> list[str]:
@@ -422,13 +754,66 @@ def setting_words(run: Run) -> list[str]:
     return run.name.partition(f"-s{run.seed}")[2].split("-")[1:]
 
 
-def interaction(cells: dict, first: tuple, second: tuple, labels: dict) -> dict | None:
-    """Arm by backend: how the arms' difference changes from variant `first` to `second`, at the last step and over the
-    seeds where both arms ran in both; None where there is none."""
-    for step in sorted({step for v, step in cells if v == first}, reverse=True):
-        sides = [cells.get((v, step), {}) for v in (first, second)]
-        seeds = [seed for seed in sides[0] if seed in sides[1] and all(  # no pair of two backends
-            c.config.get(k) == t.config.get(k) for c, t, _ in (side[seed] for side in sides) for k in CROSSED)]
+def best_pairs(pairs: list[Pair], step: int) -> dict[int, Pair]:
+    """{seed: pair} at a step: the least marked one, then that of the longest runs."""
+    best = {}
+    for p in sorted((p for p in pairs if step in p.marks), key=lambda p: (
+            p.treatment.seed, len(p.marks[step]), -p.control.last, -p.treatment.last, p.control.name, p.treatment.name)):
+        best.setdefault(p.treatment.seed, p)
+    return best
+
+
+def not_there(row: dict, pairs: list[Pair], coming: list[str], problems: Problems) -> tuple[list[str], list[str]]:
+    """What the comparison `row` lacks: runs that may still come, or lost the evaluation that the others have, and runs
+    that were left out, with the reason."""
+    waiting = {r.name for p in pairs for r in p[:2] if r.status != "complete"}
+    for r in (r for p in pairs if p.treatment.seed not in row["seeds"] for r in p[:2]):
+        if row["step"] in r.evals:
+            continue
+        if r.end >= row["step"]:
+            waiting.add(r.name)
+            if r.status == "complete":  # of an unfinished run it is said already
+                problems.add(r.name, f"no evaluation at step {row['step']}: seed {r.seed} is missing there")
+        else:
+            problems.add(r.name, f"ends at step {r.end}: seed {r.seed} is not in the comparison at step {row['step']}")
+    arms = [arm.replace(":", "_").replace("=", "") for arm in (row["control"], row["treatment"])]
+    mine = tuple(f"{row['scale']}-{arm}-s" for arm in arms)
+    waiting |= {name for name in coming if name.startswith(mine)}
+    lost = [f"{p['run']} ({p['why'].partition(': ')[2]})" for p in problems.of("left out")
+            if p["run"].startswith(mine) and p["run"] not in waiting and "better on validation" not in p["why"]]
+    return sorted(waiting), lost
+
+
+def name_unused(groups: list[list[Run]], used: set[str], problems: Problems) -> None:
+    named = used | {p["run"] for p in problems.of("left out", "refused", "no partner")}
+    for group in groups:
+        for r in group:
+            twin = next((o.name for o in group if o is not r and o.seed == r.seed and o.name in used), None)
+            if r.name in named:
+                continue
+            problems.add(r.name, f"duplicate of {twin}, which the table takes: same arm, seed and settings" if twin else
+                         "no partner: no run of another arm with its scale, seed and settings")
+
+
+def reruns(groups: list[list[Run]], split: str) -> list[dict]:
+    """Comparisons of a run with another of its arm, seed and setting: what two trainings differ by."""
+    found = []
+    for group in groups:
+        for r in group:
+            for o in group:
+                if o.seed == r.seed and o.name > r.name and o.evals.keys() & r.evals.keys():
+                    step = max(o.evals.keys() & r.evals.keys())
+                    found.append(compare([Pair(r, o, {step: pair_check(r.config, o.config)[1]})], step, split))
+    return found
+
+
+def interaction(first: dict, second: dict, first_label: str, second_label: str) -> dict | None:
+    """Arm by backend: how the arms' difference changes from one variant to another, at the last step and over the
+    seeds where both arms ran in both; None where there is none. `first`, `second`: {step: {seed: pair}}."""
+    for step in sorted(first.keys() & second.keys(), reverse=True):
+        sides = first[step], second[step]
+        one_backend = lambda p: all(p.control.config.get(k) == p.treatment.config.get(k) for k in CROSSED)
+        seeds = [s for s in sides[0] if s in sides[1] and one_backend(sides[0][s]) and one_backend(sides[1][s])]
         if not seeds:
             continue
         nll = np.array([[[r.evals[step]["nll"] for r in side[seed][:2]] for seed in seeds] for side in sides])
@@ -436,16 +821,45 @@ def interaction(cells: dict, first: tuple, second: tuple, labels: dict) -> dict 
         c, t, _ = sides[0][seeds[0]]
         est = paired(deltas[1] - deltas[0])
         return {"scale": t.scale, "arms": f"{t.arch} - {c.arch}", "control": c.arch, "treatment": t.arch, "step": step,
-                "budget": count(t.tokens(step)), "seeds": seeds, "first": labels[first], "second": labels[second],
-                "first_change": spread(deltas[0]), "second_change": spread(deltas[1]), "control_shift":
-                spread(shifts[:, 0]), "treatment_shift": spread(shifts[:, 1]), "interaction": est.mean, **est._asdict()}
+                "budget": count(t.tokens(step)), "seeds": seeds, "first": first_label, "second": second_label,
+                "first_change": spread(deltas[0]), "second_change": spread(deltas[1]),
+                "control_shift": spread(shifts[:, 0]), "treatment_shift": spread(shifts[:, 1]),
+                "interaction": est.mean, **est._asdict()}
     return None
+
+
+def spans(steps: list[int]) -> list[tuple[int, int]]:
+    """Milestones between which a trend is tested: neighbours, and last the first with the last."""
+    pairs = list(zip(steps, steps[1:]))
+    return pairs + [(steps[0], steps[-1])] if len(steps) > 2 else pairs
+
+
+def trend(cells: dict[int, dict[int, Pair]], start: int, end: int, label: str) -> dict | None:
+    """Change of the difference from step `start` to `end`, by seed, over the same runs at both."""
+    pairs = [p for seed, p in cells[end].items() if cells[start].get(seed, (None,))[:2] == p[:2]]
+    if not pairs or not start:
+        return None
+    deltas = np.array([[p.treatment.evals[s]["nll"] - p.control.evals[s]["nll"] for p in pairs] for s in (start, end)])
+    c, t, _ = pairs[0]
+    arm, est = f"{t.arch} {label}".rstrip(), paired(deltas[1] - deltas[0])
+    before, after = deltas.mean(axis=1)
+    if not est.sd or est.t_ci[0] <= 0 <= est.t_ci[1]:
+        word = "no trend is shown"
+    elif before * after < 0:
+        word = "it changes sign"
+    else:
+        word = "it narrows" if abs(after) < abs(before) else "it widens"
+    return {"scale": t.scale, "arms": f"{arm} - {c.arch}", "arm": arm, "seeds": [p.control.seed for p in pairs],
+            "from_step": start, "to_step": end, "from_budget": count(t.tokens(start)), "budget": count(t.tokens(end)),
+            "from_change": spread(deltas[0]), "change": spread(deltas[1]), "verdict": word, **est._asdict()}
 
 
 def spread(values: typing.Iterable[float | None]) -> tuple[float, float | None] | None:
     """(mean, sample sd), of one value (mean, None), of none None."""
     v = np.asarray([x for x in values if x is not None])
-    return (float(v.mean()), float(v.std(ddof=1)) if len(v) > 1 else None) if len(v) else None
+    if not len(v):
+        return None
+    return float(v.mean()), float(v.std(ddof=1)) if len(v) > 1 else None
 
 
 def error(windows: np.ndarray | None) -> float | None:
@@ -453,285 +867,718 @@ def error(windows: np.ndarray | None) -> float | None:
     return None if windows is None else float(windows.std(ddof=1) / math.sqrt(len(windows)))
 
 
-def compare(pairs: list[tuple[Run, Run, list[str]]], step: int, split: str, last=False, label="") -> dict:
+def count(n: int | None) -> str:
+    for value, word in ((1e9, " B"), (1e6, " M"), (1e3, " k"), (1, "")):
+        if n and n >= value:
+            return f"{n / value:.3g}{word}"
+    return "?"
+
+
+def listed(seeds: typing.Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
+
+
+def compare(pairs: list[Pair], step: int, split: str, last: bool = False, label: str = "") -> dict:
     """One comparison at one step, as in `--json`. Windows are read for the `last` one; `label` follows the arm's name
     where two comparisons of one arm must be told apart."""
     rows, gaps, (c0, t0, _) = [], [], pairs[0]
-    for c, t, marked in pairs:
-        wx, wy = (r.windows(split, step) if last else None for r in (c, t))
-        gaps.append(wy - wx if wx is not None and wy is not None and wx.shape == wy.shape else None)
-        rows.append({"seed": c.seed, "delta_se": error(gaps[-1]), "marks": "; ".join(marked)})
-        for arm, r, w in (("control", c, wx), ("treatment", t, wy)):
-            e = r.evals[step]
-            at = {"nll": e["nll"], "se": error(w), "ppl": math.exp(e["nll"]), "bits_per_byte": e.get("bits_per_byte"),
-                  "backend": r.backend, "speed": r.speed, "gb": r.memory and r.memory / 1e9}
-            rows[-1].update({arm: r.name, **{f"{arm}_{k}": v for k, v in at.items()}})
-        delta = t.evals[step]["nll"] - c.evals[step]["nll"]
-        rows[-1].update(delta=delta, ppl_reduction=-math.expm1(delta))
-        for k, x, y in (("speed", c.speed, t.speed), ("memory", c.memory, t.memory)):
-            alike = (c.backend, c.device_name) == (t.backend, t.device_name)
-            rows[-1][f"{k}_ratio"] = y / x - 1 if alike and x and y else None
-    deltas, tokens, ends = [r["delta"] for r in rows], t0.tokens(step), [t.evals[step] for _, t, _ in pairs]
-    est, whole = paired(deltas), all(g is not None and g.shape == gaps[0].shape for g in gaps)
+    for p in pairs:
+        row, gap = pair_row(p, step, split, last)
+        rows.append(row)
+        gaps.append(gap)
+    deltas, tokens, ends = [r["delta"] for r in rows], t0.tokens(step), [p.treatment.evals[step] for p in pairs]
+    est, wins = paired(deltas), sum(d < 0 for d in deltas)
+    same_windows = all(g is not None and g.shape == gaps[0].shape for g in gaps)
     ours = (c0.arch, t0.arch, step, tokens, split) == ("block", "rd", 61_036, 2_000_027_648, "val")
     arm = f"{t0.arch} {label}".rstrip()
-    rest = f" of {count((tokens or 0) * t0.max_steps // step)}, mid-schedule" if 0 < step < t0.max_steps else ""
+    budget = count(tokens)
+    if 0 < step < t0.max_steps:
+        budget += f" of {count((tokens or 0) * t0.max_steps // step)}, mid-schedule"
+    alone = [d for d, r in zip(deltas, rows) if not set(r["confounds"]) & set(MATCHED)]
+    tested = est.n > 1 and est.sd > 0
     return {"scale": t0.scale, "control": c0.arch, "treatment": t0.arch, "tokens": tokens, **est._asdict(),
-            "seeds": [r["seed"] for r in rows], "deltas": deltas, "wins": sum(d < 0 for d in deltas),
+            "seeds": [r["seed"] for r in rows], "deltas": deltas, "wins": wins,
             "ppl_reduction": float(np.mean([r["ppl_reduction"] for r in rows])), "split": split, "step": step,
             "max_steps": t0.max_steps, "mid_schedule": step < t0.max_steps, "interim": False, "waiting": [],
-            "notes": [], "arm": arm, "arms": f"{arm} - {c0.arch}", "budget": count(tokens) + rest,
-            "change": (est.mean, est.sd), "won": f"{sum(d < 0 for d in deltas)}/{est.n}",
-            "paper": PAPER.get(t0.scale) if ours else None,
-            **{f"{arm}_nll": spread(r[f"{arm}_nll"] for r in rows) for arm in ("control", "treatment")},
-            "sign_flip_p": sign_flip(deltas), "smallest_p": 2.0 ** (1 - est.n), "simultaneous_t_ci": None,
+            "missing": [], "notes": [], "arm": arm, "arms": f"{arm} - {c0.arch}", "budget": budget,
+            "change": (est.mean, est.sd), "won": f"{wins}/{est.n}", "paper": PAPER.get(t0.scale) if ours else None,
+            "control_nll": spread(r["control_nll"] for r in rows),
+            "treatment_nll": spread(r["treatment_nll"] for r in rows),
+            "matched": paired(alone)._asdict() if alone and len(alone) < len(rows) else None,
+            "confounds": confounds(rows),
+            "next_ci": next_interval(est.mean, est.sd, est.n) if tested else None,
+            "t_test_p": t_test(est.mean, est.sd, est.n) if tested else None, "holm_p": None, "simultaneous_t_ci": None,
+            "sign_flip_p": sign_flip(deltas) if tested else None, "smallest_p": 2.0 ** (1 - est.n),
             "pairs_needed": None if est.sd is None else pairs_needed(est.sd),
             "seed_se": None if est.sd is None else est.sd / math.sqrt(est.n),
-            "slice_se": error(np.mean(gaps, axis=0)) if whole else None,  # every seed has the same windows
-            **{k: [spread(v) for v in zip(*(r[k] for r in ends if r.get(k)))] for k in ("js", "js_of_mean")},
-            "js_mean": spread(r.get("js_mean") for r in ends), "pairs": rows, "runs": [p[:2] for p in pairs]}
+            "slice_se": error(np.mean(gaps, axis=0)) if same_windows else None,  # every seed has the same windows
+            "js": by_layer(ends, "js"), "js_of_mean": by_layer(ends, "js_of_mean"),
+            "js_mean": spread(r.get("js_mean") for r in ends), "pairs": rows, "runs": pairs}
 
 
-def count(n: int | None) -> str:
-    return next((f"{n / v:.3g} {w}" for v, w in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if n >= v), str(n)) if n else "?"
+def by_layer(records: list[dict], key: str) -> list[tuple[float, float | None]]:
+    """(mean, sd) over seeds of each layer's value."""
+    return [spread(values) for values in zip(*(r[key] for r in records if r.get(key)))]
 
 
-def evidence(c: dict) -> str:
-    """What these pairs support, what they do not, and which interval to trust."""
-    run, n, (low, high) = c["runs"][0][1], c["n"], c["t_ci"] or (-math.inf, math.inf)
-    says = ("a direction, no more" if n == 1 else f"{c['treatment']} better than {c['control']}" if high < 0 else
-            f"{c['treatment']} worse than {c['control']}" if low > 0 else "neither arm (the t interval holds 0)")
-    trust = ("One pair has no interval: its difference cannot be told from the noise between seeds." if n == 1 else
-             f"All {n} differences are equal: intervals without width say nothing (copies?)." if not c["sd"] else
-             f"Trust the t interval: at n = {n} a nominal 95% bootstrap percentile interval covers the true mean in "
-             f"about {COVERAGE[max(k for k in COVERAGE if k <= n)]}% of studies, the t interval in about 95%.")
-    lrs = sorted({as_text(r.lr) for pair in c["runs"] for r in pair})
-    marks = sorted({re.split(r":| is not", m)[0] for p in c["pairs"] for m in p["marks"].split("; ") if m})
-    seeds, lr = ", ".join(map(str, c["seeds"])), " and ".join(lrs) + (", chosen per arm" if lrs[1:] else ", not tuned")
-    return (f"{n} pair{'s' * (n > 1)} ({count(run.n_params)} parameters; {c['budget']} tokens of {run.data}; seeds "
-            f"{seeds}; lr {lr}) support: {says}. Not supported: other scales, corpora, longer training, tuned "
-            f"learning rates{', the arm apart from ' * bool(marks)}{', '.join(marks)}. {trust}")
+def confounds(rows: list[dict]) -> dict[str, int]:
+    """{setting: how many pairs differ in it}."""
+    names = [name for r in rows for name in r["confounds"]]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def pair_row(pair: Pair, step: int, split: str, last: bool) -> tuple[dict, np.ndarray | None]:
+    """A pair as a row of Table 3, and the differences of its evaluation windows [windows] where both have the same."""
+    c, t, _ = pair
+    delta = t.evals[step]["nll"] - c.evals[step]["nll"]
+    row = {"seed": c.seed, "delta": delta, "ppl_reduction": -math.expm1(delta), "marks": "; ".join(pair.marks[step]),
+           "confounds": pair.confounds(step)}
+    windows = [r.windows(split, step) if last else None for r in (c, t)]
+    for arm, r, w in zip(("control", "treatment"), (c, t), windows):
+        nll = r.evals[step]["nll"]
+        row |= {arm: r.name, f"{arm}_nll": nll, f"{arm}_se": error(w), f"{arm}_ppl": math.exp(nll),
+                f"{arm}_bits_per_byte": r.evals[step].get("bits_per_byte"), f"{arm}_backend": r.config.get("backend"),
+                f"{arm}_speed": r.speed, f"{arm}_gb": r.memory and r.memory / 1e9}
+    one_machine = all(c.config.get(k) == t.config.get(k) for k in ("backend", "device_name"))
+    for name, x, y in (("speed", c.speed, t.speed), ("memory", c.memory, t.memory)):
+        row[f"{name}_ratio"] = y / x - 1 if one_machine and x and y else None
+    x, y = windows
+    gap = y - x if x is not None and y is not None and x.shape == y.shape else None
+    row["delta_se"] = error(gap)
+    return row, gap
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Tables and figures
+# What the comparisons support
 
-# key|header|format; a tuple is (mean, sd), to four places, under a format with ± to its places, with [ an interval
-COLUMNS = {c.split("|")[0]: (c + "||").split("|")[1:3] for c in """
-scale|Scale; arms|Arms; budget|Tokens; seed|Seed; n|n|d; won|Wins; control_nll|Control NLL|.5f;
-treatment_nll|Treatment NLL|.5f; delta|Δ NLL|+.5f; change|Δ NLL|+.4f; sd|sd|.6f; ppl_reduction|PPL ↓|.2%; mean|Mean
-Δ|+.6f; t_ci|95% t|[.6f; simultaneous_t_ci|Simultaneous t|[.6f; bootstrap_ci|95% bootstrap|[.6f;
-sign_flip_p|Sign-flip p|.4f; smallest_p|Least p|.4f; pairs_needed|Pairs needed|,d; seed_se|Error, seeds|.6f;
-slice_se|Error, slice|.6f; control_se|± slice|.4f; treatment_se|± slice|.4f; delta_se|± slice|.5f;
-control_ppl|Control PPL|.3f; treatment_ppl|Treatment PPL|.3f; marks|Marked; control_bits_per_byte|Control
-bits/byte|.4f; treatment_bits_per_byte|Treatment bits/byte|.4f; arm|Arm; layer|Layer; js|JS|.4f; js_of_mean|JS of
-mean weights|.4f; control|Control; treatment|Treatment; arch|Arm; n_layer|Layers|d; n_embd|Width|d; n_head|Heads|d;
-head_dim|Head dim|d; hidden|MLP hidden|,d; block_layers|Block layers|d; context|Context|,d; vocab_size|Vocabulary|,d;
-n_params|Parameters|,d; extra|Over control|+,d; lr|Peak lr|g; batch_size|Batch|d; micro_batch|Micro-batch|d;
-max_steps|Steps|,d; control_backend|Control backend; treatment_backend|Treatment backend; control_speed|Control
-tokens/s|,.0f; treatment_speed|Treatment tokens/s|,.0f; speed_ratio|Change|+.1%; control_gb|Control peak GB|.3f;
-treatment_gb|Treatment peak GB|.3f; memory_ratio|Change|+.1%; first|First; second|Second; first_change|Δ NLL,
-first|±+.6f; second_change|Δ NLL, second|±+.6f; control_shift|Control, second - first|±+.6f;
-treatment_shift|Treatment, second - first|±+.6f; interaction|Interaction|+.6f""".strip().replace("\n", " ").split("; ")}
-TABLES = [  # name, title, rows, columns, note
-    ("table1_summary", "Summary (Table 1)", "summary",
-     "scale arms budget control_nll treatment_nll change ppl_reduction won",
-     "Mean ± sample sd over seeds. Δ is treatment - control, by seed; PPL ↓ averages the reductions within seeds."),
-    ("estimates", "Estimates", "summary", "scale arms budget n mean sd t_ci simultaneous_t_ci bootstrap_ci "
-     "sign_flip_p smallest_p pairs_needed seed_se slice_se",
-     "Simultaneous (Bonferroni) intervals hold together in 95% of studies. Least p: the smallest that n "
-     "allows. Pairs needed: for 80% power at 0.01. Errors: of the mean Δ, over seeds and over evaluation windows."),
-    ("table2_controls", "Controls (Table 2)", "controls", "scale arms budget n control_nll treatment_nll change won",
-     "The last step that most arms have reached. " + SAME_AS_BLOCK["average"]),
-    ("table3_pairs", "Every pair (Table 3)", "pairs", "scale arms budget seed control_nll control_se treatment_nll "
-     "treatment_se delta delta_se control_ppl treatment_ppl ppl_reduction control_bits_per_byte "
-     "treatment_bits_per_byte marks", "± slice: standard error over evaluation windows, of Δ over their differences "
-     "(neighbours share documents: a floor)."),
-    ("milestones", "Milestones (Figure 3)", "milestones",
-     "scale arms budget n control_nll treatment_nll change t_ci won", ""),
-    ("js_by_layer", "JS divergence by layer (Figure 4)", "js", "scale arm layer js js_of_mean",
-     "Nats, mean ± sd over seeds; layer 0 has one source."),
-    ("crossed", "Arm by backend", "crossed", "scale arms budget n first second first_change second_change control_shift "
-     "treatment_shift interaction sd t_ci", "Δ between the arms under the first and the second backend, each arm's own change from "
-     "first to second, and last the interaction, Δ under the second - Δ under the first, by seed: what the backend does "
-     "to the comparison."),
-    ("noise_floor", "Noise floor: A/A comparisons", "floor", "treatment control seed budget delta marks",
-     "A difference of this size is noise."),
-    ("table4_configurations", "Configurations (Table 4)", "configs", "scale arch n_layer n_embd n_head head_dim "
-     "hidden block_layers context vocab_size n_params extra lr batch_size micro_batch max_steps", ""),
-    ("efficiency", "Efficiency (Appendix E)", "pairs", "scale arms seed control_backend treatment_backend "
-     "control_speed treatment_speed speed_ratio control_gb treatment_gb memory_ratio",
-     "Changes on one backend and device only. The paper, reference route, seed 123: S 56,158 and 50,505 tokens/s "
-     "(-10.1%), 16.005 and 17.647 GB; M 21,616 and 19,697 (-8.9%), 21.015 and 23.132 GB.")]
+LEVEL = 0.05
 
 
-def tables(out: dict) -> dict[str, tuple[str, list[tuple[str, str, str]], list[dict], str]]:
-    """{name: (title, [(key, header, format)], rows, note)} of every table that has rows."""
-    rows = {"summary": [], "pairs": [], "js": [], "controls": [], "milestones": out["milestones"],
-            "crossed": out["crossed"],
-            "floor": [{**c, **p} for c in out["floor"] for p in c["pairs"]]}
-    steps, configs = {}, {}
+def judge(comparisons: list[dict], plans: list[dict], primary: str | None) -> None:
+    """Verdicts: by the Bonferroni t interval over all comparisons of the report that have one, Holm's p beside it. A
+    primary comparison that was planned before its first step is judged by its own interval (with other primary ones of
+    its scale, were there several)."""
+    families: dict[str, list[dict]] = {}
+    for c in comparisons:
+        plan = plan_of(c, plans, primary=c["treatment"])
+        if plan and not c["interim"]:
+            c["primary"] = "planned"
+        elif plan or c["treatment"] in (primary, *(p.get("primary") for p in plans)):
+            c["primary"] = "interim" if plan else "named after the runs"
+        else:
+            c["primary"] = None
+        if c["t_test_p"] is not None:
+            families.setdefault(c["scale"] if c["primary"] == "planned" else "", []).append(c)
+        c["family"], c["verdict"] = 0, "undecided"
+    for family in families.values():
+        for c, p in zip(family, holm([c["t_test_p"] for c in family])):
+            c["family"], c["holm_p"] = len(family), p
+            c["simultaneous_t_ci"] = t_interval(c["mean"], c["sd"], c["n"], 1 - LEVEL / len(family))
+            low, high = c["simultaneous_t_ci"]
+            if high < 0 or low > 0:
+                c["verdict"] = "better" if high < 0 else "worse"
+    for c in comparisons:
+        if c["t_test_p"] is None:  # one pair, or differences without spread
+            c["verdict"] = "same function" if not any(c["deltas"]) else "no test"
+
+
+def plan_of(c: dict, plans: list[dict], **wanted) -> dict | None:
+    """The plan with these entries (margin=None: any margin) that names every run of a comparison and its last step, and
+    was written before the first of the runs began."""
+    runs = [r for pair in c["runs"] for r in pair[:2]]
+    for plan in plans:
+        if any(plan.get(k) != v if v is not None else plan.get(k) is None for k, v in wanted.items()):
+            continue
+        arms, end = plan.get("arms"), plan.get("stop_steps") or plan.get("max_steps")
+        if not isinstance(arms, list) or c["step"] != end or c["control"] != ("block" if "block" in arms else arms[0]):
+            continue
+        if {r.config["name"] for r in runs} <= set(plan["runs"]) and all(before(plan, r.config) for r in runs):
+            return plan
+    return None
+
+
+def before(plan: dict, config: dict) -> bool:
+    """Whether a plan was written before a run began; False where either does not say when."""
+    try:
+        written, began = (datetime.datetime.fromisoformat(str(x["started"])) for x in (plan, config))
+        return written <= began
+    except (KeyError, ValueError, TypeError):  # TypeError: one with a time zone, one without
+        return False
+
+
+def test_equivalence(comparisons: list[dict], plans: list[dict], margin: float | None) -> None:
+    """Whether arm and control differ by less than a margin, the command line's or the plan's: two one-sided t tests at
+    5%, each comparison by itself."""
+    for c in comparisons:
+        c["equivalence"] = None
+        plan = plan_of(c, plans, margin=None)
+        planned = plan["margin"] if plan and is_a(float, plan["margin"]) and plan["margin"] > 0 else None
+        limit = planned if margin is None else margin
+        if limit is None or c["t_test_p"] is None:
+            continue
+        interval = t_interval(c["mean"], c["sd"], c["n"], 1 - 2 * LEVEL)
+        c["equivalence"] = {"margin": limit, "planned": limit == planned, "t_ci_90": interval,
+                            "p": equivalence_test(c["mean"], c["sd"], c["n"], limit),
+                            "equivalent": -limit < interval[0] and interval[1] < limit}
+
+
+def read_speeds(text: str | None, control: str) -> list[dict]:
+    """`--speed`: a comma list of ratios to the control's tokens per second, arm=RATIO[:LEAST:MOST], or of files of
+    `train.py --benchmark`; as [{arm, scale (None: any), ratio, least, most, source}]. Raises BadInput."""
+    speeds = []
+    for item in text.split(",") if text else ():
+        if Path(item).is_file():
+            speeds += speeds_of(read_json(item), item, control)
+            continue
+        arm, _, numbers = item.rpartition("=")
+        try:
+            ratio, *rest = map(float, numbers.split(":"))
+            least, most = rest or (ratio, ratio)
+            if not arm or not 0.01 < least <= ratio <= most < 100:
+                raise ValueError
+        except ValueError:
+            raise BadInput(f"--speed={item}: no such file, and not a ratio with its range, as in rd=0.97:0.95:0.99") from None
+        speeds.append(dict(arm=arm, scale=None, ratio=ratio, least=least, most=most, source="given by hand"))
+    return speeds
+
+
+def speeds_of(saved: dict, path: str, control: str) -> list[dict]:
+    """The same from what `train.py --benchmark` saved, turned to the control where it was taken against another arm."""
+    arms, found = saved.get("arms"), []
+    try:
+        base = arms[control]
+        against = [1.0, 1.0, 1.0] if saved["reference"] == control else [base[k] for k in ("ratio", "ratio_max", "ratio_min")]
+        for arm, at in arms.items():
+            values = [float(at[k]) / by for k, by in zip(("ratio", "ratio_min", "ratio_max"), against)]
+            if not all(0.01 < x < 100 for x in values):
+                raise ValueError
+            found.append(dict(zip(("ratio", "least", "most"), values), arm=arm, scale=saved.get("scale"),
+                              source=f"{path}, {saved.get('device')}, {saved.get('rounds')} rounds"))
+    except (TypeError, KeyError, ValueError, ZeroDivisionError):
+        raise BadInput(f"--speed={path}: not a benchmark of {control} and other arms as train.py --benchmark saves it") from None
+    return found
+
+
+def time_cost(run: Run, step: int, ratio: float) -> float | None:
+    """What `ratio` of the tokens costs in validation NLL by a run's own curve, log-linear between its evaluations; None
+    where none lies far enough back. A faster arm's gain is what the control would have lacked at its tokens."""
+    at = step * min(ratio, 1 / ratio)
+    steps = sorted(s for s in run.val if 0 < s <= step)
+    if step not in run.val or at < steps[0]:
+        return None
+    cost = float(np.interp(math.log(at), np.log(steps), [run.val[s]["nll"] for s in steps])) - run.val[step]["nll"]
+    return cost if ratio <= 1 else -cost
+
+
+def equal_time(c: dict, speeds: list[dict]) -> dict | None:
+    """The difference at equal time, had the arm had the tokens that its speed allows while the control trained: by seed,
+    the difference plus `time_cost`. A bound: between milestones the learning rate has not decayed."""
+    mine = [s for s in speeds if s["arm"] == c["treatment"] and s["scale"] in (None, c["scale"])]
+    if not mine:
+        return None
+    costs = {k: [time_cost(pair.control, c["step"], mine[-1][k]) for pair in c["runs"]] for k in ("ratio", "least", "most")}
+    if any(x is None for values in costs.values() for x in values):
+        return {**mine[-1], "cost": None}
+    est = paired(np.add(c["deltas"], costs["ratio"]))
+    tokens = c["tokens"] and round(c["tokens"] * mine[-1]["ratio"])
+    return {**mine[-1], "cost": float(np.mean(costs["ratio"])), "cost_range": [float(np.mean(costs[k])) for k in ("most", "least")],
+            "max_tokens": tokens, **est._asdict()}
+
+
+def plural(n: int, word: str) -> str:
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+
+
+def signed(x: float, places: int = 5) -> str:
+    return f"{x:+.{places}f}"
+
+
+def interval_text(pair: typing.Sequence[float], places: int = 5) -> str:
+    return f"[{pair[0]:.{places}f}, {pair[1]:.{places}f}]"
+
+
+def verdict_text(c: dict) -> str:
+    """The first sentence of a conclusion: what the pairs support, by which interval."""
+    arm, control, n = c["arm"], c["control"], c["n"]
+    change = f"{signed(c['mean'], 6)} nats per token, perplexity {-c['ppl_reduction']:+.2%}"
+    if c["verdict"] == "same function":
+        return f"{arm} and {control} are the same function bit for bit: every NLL is equal. No test, no verdict."
+    if n == 1:
+        return f"{change}: a direction, no more. One pair has no interval, so it cannot be told from seed noise."
+    if c["verdict"] == "no test":
+        return f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied folders?)."
+    if c["family"] > 1:
+        by = (f"{1 - LEVEL / c['family']:.4%}".rstrip("0%").rstrip(".") + f"% t interval {interval_text(c['simultaneous_t_ci'])} (Bonferroni, "
+              f"{c['family']} comparisons; Holm p = {c['holm_p']:.2g})")
+    else:
+        by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
+    says = {"better": f"{arm} is better than {control}", "worse": f"{arm} is worse than {control}",
+            "undecided": f"neither {arm} nor {control} is shown to be better"}[c["verdict"]]
+    if c["interim"]:
+        says = f"so far {says}"
+    return f"{says}: {change}, {by}; lower in {c['wins']} of {n} pairs."
+
+
+def confound_text(c: dict) -> str:
+    """What else the pairs of a comparison differ in, and what remains without the pairs of two backends; "" if nothing."""
+    texts, n = [], c["n"]
+    for name, k in c["confounds"].items():
+        if name not in MATCHED:
+            texts.append(f"{k} of {plural(n, 'pair')} {'differs' if k == 1 else 'differ'} in {name}")
+        elif k == n:
+            texts.append(f"every pair compares two {name}s, so what is the arm's and what the {name}'s cannot be told")
+        else:
+            texts.append(f"{k} of {n} pairs {'compares' if k == 1 else 'compare'} two {name}s")
+    if c["matched"]:
+        m = c["matched"]
+        rest = "the one that does not" if m["n"] == 1 else f"the {m['n']} that do not"
+        interval = f", 95% t interval {interval_text(m['t_ci'])}" if m["n"] > 1 else ""
+        texts.append(f"{rest} (n = {m['n']}): {signed(m['mean'])}{interval}")
+    return "; ".join(texts) + "." if texts else ""
+
+
+def conclusion(c: dict) -> list[str]:
+    """What the pairs of a comparison support, what they do not and why, in sentences for the report."""
+    run, lrs = c["runs"][0].treatment, sorted({as_text(r.config.get("lr")) for p in c["runs"] for r in p[:2]})
+    lines = [verdict_text(c)]
+    starred = lambda row: " (two backends)" if "backend" in row["confounds"] else ""
+    lines.append("By seed: " + ", ".join(f"{r['seed']} {signed(r['delta'])}{starred(r)}" for r in c["pairs"]) + "; lr "
+                 + " and ".join(lrs) + ".")
+    if text := confound_text(c):
+        lines.append(text)
+    if c["primary"] == "planned":
+        lines.append(f"Primary: plan.json named {c['treatment']} before the first step; it is judged by itself.")
+    elif c["primary"]:
+        why = "not all its runs are complete" if c["primary"] == "interim" else (
+            "named after the runs: no plan.json named it, with these runs and this endpoint, before their first step")
+        lines.append(f"Primary: {why}; it is judged with the others.")
+    if e := c["equivalence"]:
+        source = "the plan's margin" if e["planned"] else "a margin chosen after the runs"
+        says = "they differ by less than" if e["equivalent"] else "not shown to differ by less than"
+        lines.append(f"Equivalence: {says} {e['margin']:g} ({source}): 90% t {interval_text(e['t_ci_90'])}, two one-sided "
+                     f"tests p = {e['p']:.2g}.")
+    if c["next_ci"]:
+        lines.append(f"The next seed's difference lies in {interval_text(c['next_ci'], 3)} with 95%; to find 0.01 with 80% power "
+                     f"takes {plural(c['pairs_needed'], 'seed')}.")
+    if (t := c["trend"]) and t["n"] > 1:
+        lines.append(f"From {t['from_budget']} to {t['budget']} tokens the difference goes from {signed(t['from_change'][0], 4)} to "
+                     f"{signed(t['change'][0], 4)}: {t['verdict']} (change by seed {signed(t['mean'], 4)}, 95% t "
+                     f"{interval_text(t['t_ci'], 4)}, n = {t['n']}).")
+    if c["equal_time"]:
+        lines.append(equal_time_text(c))
+    if c["interim"]:
+        few = len(c["waiting"]) <= 3
+        names = ", ".join(c["waiting"]) if few else f"{len(c['waiting'])} runs, {c['waiting'][0]} to {c['waiting'][-1]}"
+        lines.insert(0, f"Interim, not a result: waiting for {names}.")
+    if c["missing"]:
+        lines.append(f"Missing: {'; '.join(c['missing'])}.")
+    return lines + c["notes"]
+
+
+def equal_time_text(c: dict) -> str:
+    e = c["equal_time"]
+    at = f"Equal time, {e['arm']} at {e['ratio']:.3g} ({e['least']:.3g} to {e['most']:.3g}) of {c['control']}'s speed ({e['source']})"
+    if e["cost"] is None:
+        return f"{at}: no evaluation of {c['control']} lies far enough back to say what that costs."
+    ci = f", 95% t {interval_text(e['t_ci'], 4)}" if e["n"] > 1 else ""
+    return (f"{at}: at most {signed(e['cost'], 4)} ({signed(e['cost_range'][0], 4)} to {signed(e['cost_range'][1], 4)}), so {signed(e['mean'], 4)}{ci}. "
+            f"Interpolated on {c['control']}'s own curve between milestones, where the learning rate has not decayed: a bound. "
+            f"Unbiased: {e['arm']} with --max_tokens={e['max_tokens']}.")
+
+
+def trust(comparisons: list[dict]) -> list[str]:
+    """What holds for every conclusion of a report."""
+    ns = sorted({c["n"] for c in comparisons if c["t_test_p"] is not None})
+    if not comparisons:
+        return []
+    lines = ["Shown for these scales, this corpus, this length and these learning rates; nothing is said about others."]
+    if ns:
+        share = [f"{COVERAGE[max(k for k in COVERAGE if k <= n)]}%" for n in (ns[0], ns[-1])]
+        sizes = f"{ns[0]} to {ns[-1]}" if len(ns) > 1 else f"{ns[0]}"
+        cover = " to ".join(dict.fromkeys(share))
+        lines.append(f"Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true mean in "
+                     f"about {cover} of studies, a t interval in about 95%. Other seeds, not other evaluation text, are what an "
+                     "interval speaks of.")
+        least = 2.0 ** (1 - ns[0])
+        if least > LEVEL:
+            lines.append(f"A sign-flip test of {ns[0]} pairs cannot give less than p = {least:g}, whatever the differences.")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tables. A new column is a key in the rows (`compare`, `pair_row`) and a Column here
+
+
+class Column(typing.NamedTuple):
+    """A column: the key in its rows, its header, the format of a number ("" for text), and what a tuple is: an
+    interval, or a spread (mean, sd)."""
+    key: str
+    header: str
+    spec: str = ""
+    kind: typing.Literal["value", "interval", "spread"] = "value"
+
+    def show(self, row: dict) -> str:
+        value = row.get(self.key)
+        if value is None:
+            return "-"
+        if self.kind == "value":
+            return format(value, self.spec) if self.spec else " ".join(str(value).split())
+        if self.kind == "interval":
+            return f"[{value[0]:{self.spec}}, {value[1]:{self.spec}}]"
+        mean, sd = value
+        return f"{mean:{self.spec}}" if sd is None else f"{mean:{self.spec}} ± {sd:{self.spec.lstrip('+')}}"
+
+
+class Table(typing.NamedTuple):
+    name: str
+    title: str
+    rows: list[dict]
+    columns: list[Column]
+    note: str = ""
+
+
+SCALE, ARMS, TOKENS, SEED = Column("scale", "Scale"), Column("arms", "Arms"), Column("budget", "Tokens"), Column("seed", "Seed")
+N, WON = Column("n", "n", "d"), Column("won", "Lower")
+CONTROL_NLL = Column("control_nll", "Control NLL", ".4f", "spread")
+TREATMENT_NLL = Column("treatment_nll", "Treatment NLL", ".4f", "spread")
+CHANGE = Column("change", "Δ NLL", "+.4f", "spread")
+MEAN, SD = Column("mean", "Mean Δ", "+.6f"), Column("sd", "sd", ".6f")
+T_CI = Column("t_ci", "95% t", ".6f", "interval")
+BOOTSTRAP_CI = Column("bootstrap_ci", "95% bootstrap", ".6f", "interval")
+PERPLEXITY = Column("perplexity", "Perplexity", "+.2%")
+MARKS = Column("marks", "Marked")
+
+
+def screen_table(out: dict) -> Table:
+    """The one table that is printed under the conclusions."""
+    return Table("estimates", "Estimates", with_paper(out), [
+        SCALE, ARMS, TOKENS, N, Column("mean", "Difference", "+.6f"), SD, T_CI,
+        Column("bootstrap_ci", "95% bootstrap", ".6f", "interval"), Column("sign_flip_p", "Sign-flip p", ".4f"),
+        Column("holm_p", "Holm p", ".2g"), PERPLEXITY])
+
+
+def with_paper(out: dict) -> list[dict]:
+    """A row for each comparison, under it what the paper found where it is the paper's."""
+    rows = []
+    for c in out["comparisons"]:
+        rows.append({**c, "perplexity": -c["ppl_reduction"]})
+        if c["paper"]:
+            who = {"scale": c["scale"], "arms": f"{c['arms']}, the paper", "budget": c["budget"]}
+            rows.append({**who, **c["paper"], "perplexity": -c["paper"]["ppl_reduction"]})
+    return rows
+
+
+def tables(out: dict) -> list[Table]:
+    """Every table that has rows."""
+    rows = with_paper(out)
+    pairs = [{**c, **p, "perplexity": -p["ppl_reduction"]} for c in out["comparisons"] for p in c["pairs"]]
+    made = [
+        Table("table1_summary", "Summary (Table 1)", rows, [
+            SCALE, ARMS, TOKENS, CONTROL_NLL, TREATMENT_NLL, CHANGE, PERPLEXITY, WON],
+            "Mean ± sample sd over seeds. Δ is treatment - control, by seed; the change of perplexity is the mean of those "
+            "within seeds."),
+        Table("estimates", "Estimates", rows, [
+            SCALE, ARMS, TOKENS, N, MEAN, SD, T_CI, BOOTSTRAP_CI,
+            Column("simultaneous_t_ci", "Bonferroni t", ".6f", "interval"),
+            Column("next_ci", "Next seed, 95%", ".6f", "interval"), Column("t_test_p", "t test p", ".2g"),
+            Column("holm_p", "Holm p", ".2g"), Column("sign_flip_p", "Sign-flip p", ".4f"),
+            Column("smallest_p", "Sign-flip p, least possible", ".4f"),
+            Column("pairs_needed", "Seeds to find 0.01", ",d"), Column("seed_se", "Standard error, seeds", ".6f"),
+            Column("slice_se", "Standard error, evaluation text", ".6f")],
+            "Bonferroni intervals hold together in 95% of studies. Seeds to find 0.01: for a paired t test at 5% with 80% "
+            "power. Standard errors are of the mean Δ, over seeds and over evaluation windows."),
+        controls_table(out),
+        Table("table3_pairs", "Every pair (Table 3)", pairs, [
+            SCALE, ARMS, TOKENS, SEED, Column("control_nll", "Control NLL", ".5f"),
+            Column("control_se", "± text", ".4f"), Column("treatment_nll", "Treatment NLL", ".5f"),
+            Column("treatment_se", "± text", ".4f"), Column("delta", "Δ NLL", "+.5f"), Column("delta_se", "± text", ".5f"),
+            Column("control_ppl", "Control PPL", ".3f"), Column("treatment_ppl", "Treatment PPL", ".3f"), PERPLEXITY,
+            Column("control_bits_per_byte", "Control bits/byte", ".4f"),
+            Column("treatment_bits_per_byte", "Treatment bits/byte", ".4f"), MARKS],
+            "± text: standard error over evaluation windows, of Δ over their differences (neighbours share documents: a "
+            "floor)."),
+        Table("milestones", "Milestones", out["milestones"], [
+            SCALE, ARMS, TOKENS, N, CONTROL_NLL, TREATMENT_NLL, CHANGE, T_CI, WON]),
+        Table("trends", "Change of Δ between milestones (Figure 3)", out["trends"], [
+            SCALE, ARMS, Column("from_budget", "From"), Column("budget", "To"), N,
+            Column("from_change", "Δ from", "+.4f", "spread"), Column("change", "Δ to", "+.4f", "spread"),
+            Column("mean", "Change", "+.6f"), SD, T_CI, Column("verdict", "Reading")],
+            "By seed, with a 95% t interval, each by itself. At all but the last milestone the learning rate has not decayed."),
+        js_table(out),
+        Table("crossed", "Arm by backend", out["crossed"], [
+            SCALE, ARMS, TOKENS, N, Column("first", "First"), Column("second", "Second"),
+            Column("first_change", "Δ NLL, first", "+.6f", "spread"), Column("second_change", "Δ NLL, second", "+.6f", "spread"),
+            Column("control_shift", "Control, second - first", "+.6f", "spread"),
+            Column("treatment_shift", "Treatment, second - first", "+.6f", "spread"),
+            Column("interaction", "Interaction", "+.6f"), SD, T_CI],
+            "Δ between the arms under the first and the second backend, each arm's own change from first to second, and last "
+            "the interaction, Δ under the second - Δ under the first, by seed: what the backend does to the comparison."),
+        Table("noise_floor", "Noise floor: A/A comparisons", [{**c, **p} for c in out["floor"] for p in c["pairs"]], [
+            Column("treatment", "Treatment"), Column("control", "Control"), SEED, TOKENS, Column("delta", "Δ NLL", "+.5f"), MARKS],
+            "A difference of this size is noise."),
+        configurations_table(out),
+        Table("efficiency", "Efficiency (Appendix E)", pairs, [
+            SCALE, ARMS, SEED, Column("control_backend", "Control backend"), Column("treatment_backend", "Treatment backend"),
+            Column("control_speed", "Control tokens/s", ",.0f"), Column("treatment_speed", "Treatment tokens/s", ",.0f"),
+            Column("speed_ratio", "Change", "+.1%"), Column("control_gb", "Control peak GB", ".3f"),
+            Column("treatment_gb", "Treatment peak GB", ".3f"), Column("memory_ratio", "Change", "+.1%")],
+            "Changes on one backend and device only; speeds of a shared machine are no comparison (train.py --benchmark is). "
+            "The paper, reference route, seed 123: S 56,158 and 50,505 tokens/s (-10.1%), 16.005 and 17.647 GB; M 21,616 and "
+            "19,697 (-8.9%), 21.015 and 23.132 GB.")]
+    return [t for t in made if t.rows]
+
+
+def controls_table(out: dict) -> Table:
+    """Table 2: a row for each scale, at the last step that most arms have reached. All its arms share their seeds: those
+    that every arm has, or else the seed that most have, and the others a dash."""
+    rows, steps, arms = [], {}, {}
     for c in out["milestones"]:
         steps.setdefault((c["scale"], c["max_steps"]), {}).setdefault(c["step"], []).append(c)
-    for by_step in steps.values():
-        most = by_step[max(by_step, key=lambda step: (len(by_step[step]), step))]
-        rows["controls"] += most if len(most) > 1 else []
+    for (scale, _), by_step in steps.items():
+        here = by_step[max(by_step, key=lambda step: (len(by_step[step]), step))]
+        if len(here) < 2:
+            continue
+        seeds = set.intersection(*(set(c["seeds"]) for c in here))
+        if not seeds:
+            every = [seed for c in here for seed in c["seeds"]]
+            seeds = {max(sorted(set(every)), key=every.count)}
+        row = {"scale": scale, "budget": here[0]["budget"], "seeds": listed(seeds)}
+        for c in here:
+            own = [p for p in c["pairs"] if p["seed"] in seeds]
+            if len(own) == len(seeds):
+                row.setdefault("control", float(np.mean([p["control_nll"] for p in own])))
+                row[f"arm {c['arm']}"] = float(np.mean([p["treatment_nll"] for p in own]))
+                arms[f"arm {c['arm']}"] = c["arm"]
+        rows.append(row)
+    columns = [SCALE, TOKENS, Column("seeds", "Seeds"), Column("control", out["control"], ".4f")]
+    columns += [Column(key, arm, ".4f") for key, arm in arms.items()]
+    return Table("table2_controls", "Controls (Table 2)", rows, columns, "NLL over the same seeds in a row. " + SAME_AS_BLOCK["average"])
+
+
+def js_table(out: dict) -> Table:
+    rows = []
     for c in out["comparisons"]:
-        who = {"scale": c["scale"], "arms": c["arms"] + ", the paper", "budget": c["budget"]}
-        rows["summary"] += [c, {**who, **c["paper"]}] if c["paper"] else [c]
-        rows["pairs"] += [{**c, **p} for p in c["pairs"]]
         means = c["js_of_mean"] or [None] * len(c["js"])
-        rows["js"] += [{**c, "layer": i, "js": x, "js_of_mean": y} for i, (x, y) in enumerate(zip(c["js"], means))]
-        rows["js"] += [{**c, "layer": "1 to last", "js": c["js_mean"], "js_of_mean": None}] * bool(c["js"])
-        for control, r in ((pair[0], r) for pair in c["runs"] for r in pair):
-            width = r.n_embd or 0
-            configs.setdefault((r.scale, r.arch, r.lr, r.max_steps), {
-                **r.config, "head_dim": r.n_head and width // r.n_head, "hidden": round(width * (r.mlp_ratio or 0)),
-                "extra": (r.n_params or 0) - (control.n_params or 0) or None})
-    rows["configs"] = list(configs.values())
-    made = {}
-    for name, title, kind, keys, note in TABLES:
-        rare = ("marks", "simultaneous_t_ci")
-        keys = [k for k in keys.split() if k not in rare or any(r.get(k) for r in rows[kind])]
-        if rows[kind]:
-            made[name] = (title, [(k, *COLUMNS[k]) for k in keys], rows[kind], note)
-    return made
+        for layer, (js, of_mean) in enumerate(zip(c["js"], means)):
+            rows.append({**c, "layer": layer, "js": js, "js_of_mean": of_mean})
+        if c["js"]:
+            rows.append({**c, "layer": "1 to last", "js": c["js_mean"], "js_of_mean": None})
+    return Table("js_by_layer", "JS divergence by layer (Figure 4)", rows, [
+        SCALE, Column("arm", "Arm"), Column("layer", "Layer"), Column("js", "JS", ".4f", "spread"),
+        Column("js_of_mean", "JS of mean weights", ".4f", "spread")],
+        "Nats (at most ln 2 = 0.6931), mean ± sd over seeds; layer 0 has one source.")
 
 
-def show(value, spec: str) -> str:
-    """One cell as text; an empty one is a dash."""
-    if isinstance(value, tuple):
-        parts = [format(v, spec[1:] if spec[:1] in ("[", "±") else ".4f") for v in value if v is not None]
-        return f"[{', '.join(parts)}]" if "[" in spec else " ± ".join(parts)
-    return "-" if value is None else format(value, spec) if spec else str(value)
+def configurations_table(out: dict) -> Table:
+    rows = {}
+    for c in out["comparisons"]:
+        for pair in c["runs"]:
+            control = pair.control.config.get("n_params")
+            for r in pair[:2]:
+                f, width = r.config, r.config.get("n_embd") or 0
+                rows.setdefault((r.scale, r.arch, f.get("lr"), r.max_steps), {
+                    **f, "head_dim": width // f["n_head"] if f.get("n_head") else None,
+                    "hidden": round(width * f["mlp_ratio"]) if f.get("mlp_ratio") else None,
+                    "extra": f["n_params"] - control if control and f.get("n_params", control) != control else None})
+    return Table("table4_configurations", "Configurations (Table 4)", list(rows.values()), [
+        SCALE, Column("arch", "Arm"), Column("n_layer", "Layers", "d"), Column("n_embd", "Width", "d"),
+        Column("n_head", "Heads", "d"), Column("head_dim", "Head dim", "d"), Column("hidden", "MLP hidden", ",d"),
+        Column("block_layers", "Block layers", "d"), Column("context", "Context", ",d"),
+        Column("vocab_size", "Vocabulary", ",d"), Column("n_params", "Parameters", ",d"),
+        Column("extra", "Over control", "+,d"), Column("lr", "Peak lr", "g"), Column("batch_size", "Batch", "d"),
+        Column("micro_batch", "Micro-batch", "d"), Column("max_steps", "Steps", ",d")])
 
 
-def markdown(title: str, columns: list, rows: list[dict], note: str) -> str:
-    lines = [[h for _, h, _ in columns], ["---:" if spec else "---" for _, _, spec in columns]]
-    lines += [[show(r.get(k), spec) for k, _, spec in columns] for r in rows]
-    lines = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([f"### {title}", "", *lines, "", *[note, ""] * bool(note)])
+def markdown(t: Table) -> str:
+    """A Markdown table whose columns also line up as plain text."""
+    cells = [[c.header for c in t.columns]]
+    cells += [[c.show(row).replace("|", "\\|") for c in t.columns] for row in t.rows]
+    widths = [max(3, *map(len, column)) for column in zip(*cells)]
+    rule = ["-" * (w - 1) + ":" if c.spec else "-" * w for c, w in zip(t.columns, widths)]
+    lines = []
+    for line in (cells[0], rule, *cells[1:]):
+        aligned = [x.rjust(w) if c.spec else x.ljust(w) for x, w, c in zip(line, widths, t.columns)]
+        lines.append(f"| {' | '.join(aligned)} |")
+    return "\n".join([f"### {t.title}", "", *lines, ""] + ([t.note, ""] if t.note else []))
 
 
-def latex(title: str, columns: list, rows: list[dict], note: str) -> str:
+def latex(t: Table) -> str:
     """A booktabs tabular, to be \\input."""
     def cell(text: str, spec: str) -> str:
         text = re.sub(r"([&%$#_{}])", r"\\\1", text)
-        for sign, tex in (("±", r"\pm"), ("Δ", r"\Delta"), ("↓", r"\downarrow")):
+        for sign, tex in (("±", r"\pm"), ("Δ", r"\Delta")):
             text = text.replace(sign, tex if spec else f"${tex}$")
         return f"${text}$" if spec and text != "-" else text
-    lines = [[cell(h, "") for _, h, _ in columns]]
-    lines += [[cell(show(r.get(k), spec), spec) for k, _, spec in columns] for r in rows]
+    lines = [[cell(c.header, "") for c in t.columns]]
+    lines += [[cell(c.show(row), c.spec) for c in t.columns] for row in t.rows]
     head, *body = (" & ".join(line) + r" \\" for line in lines)
-    align = "".join("r" if spec else "l" for _, _, spec in columns)
-    return "\n".join([f"% {title}. {note}", rf"\begin{{tabular}}{{{align}}}", r"\toprule", head, r"\midrule", *body,
+    align = "".join("r" if c.spec else "l" for c in t.columns)
+    return "\n".join([f"% {t.title}. {t.note}", rf"\begin{{tabular}}{{{align}}}", r"\toprule", head, r"\midrule", *body,
                       r"\bottomrule", r"\end{tabular}", ""])
 
 
-def csv_rows(title: str, columns: list, rows: list[dict], note: str) -> typing.Iterator[list]:
-    """Unrounded; a (mean, sd) and an interval take two columns."""
-    ends = {k: (" low", " high") if "[" in spec else ("", " sd") for k, _, spec in columns
-            if any(isinstance(r.get(k), tuple) for r in rows)}
-    yield [h + end for k, h, _ in columns for end in ends.get(k, ("",))]
-    for r in rows:
-        yield [v for k, _, _ in columns for v in ((r.get(k) or (None, None)) if k in ends else (r.get(k),))]
+def csv_rows(t: Table) -> typing.Iterator[list]:
+    """Unrounded; an interval and a spread take two columns."""
+    ends = {"value": ("",), "interval": (" low", " high"), "spread": ("", " sd")}
+    yield [c.header + end for c in t.columns for end in ends[c.kind]]
+    for row in t.rows:
+        line = []
+        for c in t.columns:
+            value = row.get(c.key)
+            line += [value] if c.kind == "value" else value or (None, None)
+        yield line
 
 
-def report(out: dict, figures: dict[str, str]) -> str:
-    """Everything as Markdown."""
-    made = {name: markdown(*t) for name, t in tables(out).items()}
-    n = len(out["comparisons"])
-    lines = [f"# {n} comparison{'s' * (n != 1)} with {out['control']}, {out['split']} split", ""]
-    lines += [made.pop(name) for name in ("table1_summary", "estimates") if name in made]
-    for c in out["comparisons"]:
-        lines += [f"- {c['scale']}, {c['arms']}: {c['evidence']}", *(f"  {n}" for n in c["notes"])]
-        lines += [f"  Interim: waiting for {', '.join(c['waiting'])}."] * c["interim"]
-    lines += ["", *made.values(), *(f"![{caption}]({name}.png)\n" for name, caption in figures.items())]
-    lines += ["### Left out, refused, unfinished, unplanned or missing", ""] * bool(out["problems"])
-    return "\n".join(lines + [f"- {p['run']}: {p['why']}" for p in out["problems"]]).rstrip()
+def report(out: dict, figures: dict[str, str] | None = None) -> str:
+    """Conclusions, estimates, and what is wrong; with `figures` {name: caption} every table and figure too."""
+    comparisons = out["comparisons"]
+    lines = [f"# {plural(len(comparisons), 'comparison')} with {out['control']} on the {out['split']} split", ""]
+    for c in comparisons:
+        size = count(c["runs"][0].treatment.config.get("n_params"))
+        lines.append(f"**{c['scale']}, {c['arms']}** ({size} parameters, {c['budget']} tokens, {plural(c['n'], 'pair')})")
+        lines += [wrapped(text) for text in c["evidence"].splitlines()] + [""]
+    lines += [textwrap.fill(" ".join(trust(comparisons)), 158), ""] if comparisons else []
+    if figures is None:
+        lines.append(markdown(screen_table(out))) if comparisons else None
+    else:
+        lines += [markdown(t) for t in tables(out)]
+        lines += [f"![{caption}]({name}.png)\n" for name, caption in figures.items()]
+    if out["problems"]:
+        lines += ["### Left out, refused, unfinished, unplanned or missing", ""]
+        lines += [f"- {p['run']}: {p['why']}" for p in out["problems"]]
+    if figures is None and comparisons:
+        lines.append(("\n" if out["problems"] else "Nothing was left out. ") + "Pairs, milestones, JS by layer, configurations, efficiency and figures: --out=FOLDER.")
+    return "\n".join(lines).rstrip()
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 158, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Figures. Captions stand in report.md, not in the pictures
+
+COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's
+DASHES = ["-", "--", "-.", ":"]  # with the colours, 28 curves that differ
+ZERO = dict(color="0.6", lw=0.8, ls="--")
+STYLE = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42, "legend.frameon": False,
+         "figure.constrained_layout.use": True, "legend.handlelength": 2.8}
 
 
 def draw(out: dict, folder: Path) -> dict[str, str]:
-    """Write the paper's figures 2 to 4 and the training curves of a pair as png and pdf; returns {name: caption}."""
+    """Write the figures as png and pdf; returns {name: caption}. Every comparison is in figures 2 and 3, every arm with two
+    reads in figure 4."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    colours = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's
-    captions, shown, zero = {}, out["comparisons"], dict(color="0.6", lw=0.8, ls="--")
-
-    def save(fig, name: str, caption: str, of: list[dict]) -> None:
-        seeds: dict[str, list[str]] = {}
-        for c in of:
-            key = f"n = {c['n']} (seed{'s' * (c['n'] > 1)} {', '.join(map(str, c['seeds']))})"
-            seeds.setdefault(key, []).append(f"{c['scale']} {c['arm']}")
-        captions[name] = caption + " " + "; ".join(f"{', '.join(arms)}: {n}" for n, arms in seeds.items()) + "."
-        fig.supxlabel(textwrap.fill(captions[name], 62), fontsize=7, x=0.02, ha="left")
-        for kind, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):  # nothing of today
-            with atomic_file(folder / f"{name}.{kind}") as f:
-                fig.savefig(f, format=kind, dpi=300, metadata=metadata)
-        plt.close(fig)
-
-    def band(ax, x, points: list[tuple], k: int, label: str, **style) -> None:
-        mean, sd = (np.array([p[i] or 0 for p in points]) for i in (0, 1))
-        ax.plot(x, mean, color=colours[k], ls=("-", "--", "-.", ":")[k % 4], lw=1.2, label=label, **style)
-        ax.fill_between(x, mean - sd, mean + sd, color=colours[k], alpha=0.2, lw=0)
-
-    with plt.rc_context({"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
-                         "figure.constrained_layout.use": True, "legend.frameon": False, "legend.handlelength": 2.8}):
-        fig, ax = plt.subplots(figsize=(3.4, 1.2 + 0.32 * len(shown)))
-        for i, c in enumerate(shown):
-            ax.plot(c["deltas"], i + np.linspace(-0.2, 0.2, c["n"] + 2)[1:-1], "o", ms=3, color=colours[2], alpha=0.8)
-            ax.plot(c["bootstrap_ci"] or (c["mean"],) * 2, [i, i], color=colours[0], lw=0.8)
-            ax.plot([c["mean"]] * 2, [i - 0.28, i + 0.28], color=colours[1], lw=2.2)
-        ax.axvline(0, **zero)
-        ax.set_yticks(range(len(shown)), [f"{c['scale']} {c['arms']}\n{c['budget']}" for c in shown])
-        ax.invert_yaxis()
-        ax.set_xlabel("Δ NLL (nats per token)")
-        save(fig, "figure2_effects", "Paired NLL differences: points are seeds, thick bars means, thin bars bootstrap "
-             "95% intervals; below 0 the treatment is better.", shown)
-
-        scales = list(dict.fromkeys(c["scale"] for c in shown))
-        tall, wide = (len(scales) + 1) // 2, min(2, len(scales))
-        fig, axes = plt.subplots(tall, wide, figsize=(3.4, 0.6 + 2 * tall), squeeze=False)
-        drawn = []
-        for ax, scale in zip(axes.flat, scales):
-            here = [c for c in shown if c["scale"] == scale][:6]  # as many as there are colours
-            drawn += here
-            for k, c in enumerate(here, 1):
-                path = [m for m in out["milestones"] if (m["scale"], m["arm"]) == (scale, c["arm"]) and m["tokens"]]
-                for side, colour in (("control", 0), ("treatment", k))[k > 1:]:
-                    band(ax, [m["tokens"] / 1e6 for m in path], [m[f"{side}_nll"] for m in path], colour,
-                         c["arm" if colour else side], marker="o", ms=2.5)
-            ax.set(title=scale, xlabel="tokens (M)", ylabel="NLL (nats per token)" if ax in axes[:, 0] else "")
-            ax.legend(fontsize=5 if len(here) > 3 else None)
-        save(fig, "figure3_milestones", f"NLL on the {out['split']} split: means over seeds, bands ±1 sd.", drawn)
-
-        if reads := [c for c in shown if c["js"] and c["treatment"] not in SAME_AS_BLOCK][:7]:
-            fig, ax = plt.subplots(figsize=(3.4, 2.6))
-            for k, c in enumerate(reads):
-                band(ax, range(1, len(c["js"])), c["js"][1:], k, f"{c['scale']} {c['arm']}")
-            ax.set(xlabel="attention layer", ylabel="JS divergence (nats)", ylim=(0, None))
-            ax.legend()
-            save(fig, "figure4_js", "JS divergence of the reads of K and V: means over seeds, bands ±1 sd.", reads)
-
-        c, pair = shown[0], shown[0]["runs"][0]
-        logs = [read_metrics(run.path / "metrics.jsonl", samples=10 ** 9) for run in pair]
-        curves = [{r["step"]: r["loss"] for r in log if r["kind"] == "train"} for log in logs]
-        steps = np.array(sorted(curves[0].keys() & curves[1].keys()))
-        bins = np.array_split(steps, min(100, len(steps))) if len(steps) else []
-        x, means = [b.mean() for b in bins], [[np.mean([curve[s] for s in b]) for b in bins] for curve in curves]
-        fig, (top, low) = plt.subplots(2, 1, figsize=(3.4, 3.4), sharex=True, height_ratios=(3, 2))
-        for k, run in enumerate(pair):
-            band(top, x, [(m, 0) for m in means[k]], k, run.arch)
-        low.plot(x, np.subtract(means[1], means[0]), color=colours[2])
-        low.axhline(0, **zero)
-        top.set(ylabel="training loss (nats per token)")
-        top.legend()
-        low.set(xlabel="step", ylabel="difference")
-        names = " and ".join(run.name for run in pair)
-        save(fig, "training_curves", f"Training loss of {names} in {len(x)} bins; below, treatment - control.",
-             [{**c, "n": 1, "seeds": c["seeds"][:1]}])
+    shown, captions = out["comparisons"], {}
+    reads = [c for c in shown if c["js"] and c["treatment"] not in SAME_AS_BLOCK]
+    with plt.rc_context(STYLE):
+        for name, drawing, of in (("figure2_effects", draw_effects, shown), ("figure3_milestones", draw_milestones, shown),
+                                  ("figure4_js", draw_js, reads), ("training_curves", draw_curves, shown[:1])):
+            if not of:
+                continue
+            fig, caption = drawing(plt, of, out)
+            for kind, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):  # nothing of today
+                with atomic_file(folder / f"{name}.{kind}") as f:
+                    fig.savefig(f, format=kind, dpi=300, metadata=metadata)
+            plt.close(fig)
+            captions[name] = f"{caption} {sample_sizes(of)}"
     return captions
+
+
+def sample_sizes(of: list[dict]) -> str:
+    """S rd, q_kv: n = 5 (seeds ...); M rd: n = 1 (seed 123)."""
+    arms: dict[str, list[str]] = {}
+    for c in of:
+        arms.setdefault(f"n = {c['n']} ({'seed' if c['n'] == 1 else 'seeds'} {listed(c['seeds'])})", []).append(f"{c['scale']} {c['arm']}")
+    return "; ".join(f"{', '.join(names)}: {n}" for n, names in arms.items()) + "."
+
+
+def curve(ax, x: typing.Sequence[float], points: list[tuple[float, float | None]], k: int, label: str, **style) -> None:
+    """Means [points], with bands of one sd where there is one."""
+    mean, sd = (np.array([p[i] or 0 for p in points]) for i in (0, 1))
+    ax.plot(x, mean, color=COLOURS[k % 7], ls=DASHES[k % 4], lw=1.2, label=label, **style)
+    ax.fill_between(x, mean - sd, mean + sd, color=COLOURS[k % 7], alpha=0.12, lw=0)
+
+
+def draw_effects(plt, of: list[dict], out: dict):
+    """Figure 2: every pair's difference, the mean, its t interval, and the bootstrap interval as a lighter line."""
+    fig, ax = plt.subplots(figsize=(3.4, 1.0 + 0.36 * len(of)))
+    for i, c in enumerate(of):
+        if c["t_test_p"] is not None:
+            ax.plot(c["bootstrap_ci"], [i + 0.16] * 2, color="0.7", lw=2.2, solid_capstyle="butt")
+            ax.plot(c["t_ci"], [i, i], color="black", lw=1.0, marker="|", ms=4)
+        ax.plot(c["deltas"], np.full(c["n"], i - 0.16), "o", ms=3, mew=0, color=COLOURS[1], alpha=0.7)
+        ax.plot([c["mean"]] * 2, [i - 0.28, i + 0.28], color=COLOURS[0], lw=2)
+    ax.axvline(0, **ZERO)
+    ax.set_yticks(range(len(of)), [f"{c['scale']} {c['arms']}\n{c['budget']}" for c in of])
+    ax.set_ylim(len(of) - 0.5, -0.5)
+    ax.set_xlabel("difference in NLL (nats per token)")
+    return fig, ("Paired NLL differences: points are seeds, thick marks means, black lines 95% t intervals, grey ones bootstrap "
+                 "intervals, which are too short at these n; below 0 the treatment is better.")
+
+
+def draw_milestones(plt, of: list[dict], out: dict):
+    """Figure 3: the difference to the control against tokens."""
+    scales = list(dict.fromkeys(c["scale"] for c in of))
+    most = max(sum(c["scale"] == scale for c in of) for scale in scales)
+    columns = min(2, len(scales))
+    fig, axes = plt.subplots(-(-len(scales) // columns), columns, squeeze=False, sharey=True,
+                             figsize=(3.4, (1.5 + 0.11 * most) * -(-len(scales) // columns) + 0.5))
+    for ax in axes.flat[len(scales):]:
+        ax.set_visible(False)
+    for ax, scale in zip(axes.flat, scales):
+        for k, c in enumerate(c for c in of if c["scale"] == scale):
+            path = [m for m in out["milestones"] if (m["scale"], m["arms"]) == (scale, c["arms"]) and m["tokens"]]
+            curve(ax, [m["tokens"] / 1e6 for m in path], [m["change"] for m in path], k, c["arm"], marker="o", ms=2.5)
+        ax.axhline(0, **ZERO)
+        ax.set(title=scale, xlabel="tokens (M)", xscale="log")
+        ticks = sorted({m["tokens"] / 1e6 for m in out["milestones"] if m["scale"] == scale and m["tokens"]})
+        ax.set_xticks(ticks, [f"{t:.3g}" for t in ticks], minor=False)
+        ax.set_xticks([], minor=True)
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2 if columns == 1 else 1, fontsize=6)
+    for row in axes:
+        row[0].set_ylabel("difference in NLL (nats per token)")
+    return fig, f"Difference in {out['split']} NLL to {out['control']} at each milestone: means over seeds, bands of one sd."
+
+
+def draw_js(plt, of: list[dict], out: dict):
+    """Figure 4: JS divergence of the reads that feed K and V, by attention layer."""
+    fig, ax = plt.subplots(figsize=(3.4, 2.2 + 0.06 * len(of)))
+    for k, c in enumerate(of):
+        curve(ax, range(1, len(c["js"])), c["js"][1:], k, f"{c['scale']} {c['arm']}")
+    ax.set(xlabel="attention layer", ylabel="JS divergence (nats)", ylim=(0, None))
+    fig.legend(loc="outside lower center", ncols=3, fontsize=6)
+    return fig, "JS divergence of the reads of K and V: means over seeds, bands of one sd; layer 0 has one source."
+
+
+def draw_curves(plt, of: list[dict], out: dict):
+    """Training loss of the first pair of the report, and its difference."""
+    pair, curves, broken = of[0]["runs"][0][:2], [], ""
+    for run in pair:
+        try:
+            log = read_metrics(run.path / "metrics.jsonl", samples=None)
+            curves.append({r["step"]: r["loss"] for r in log if r["kind"] == "train"})
+        except (ValueError, OSError) as e:
+            out["problems"].add(run.name, f"training curves not drawn: {plain_reason(e, run.path)}")
+            curves.append({})
+    steps = np.array(sorted(curves[0].keys() & curves[1].keys()))
+    bins = np.array_split(steps, min(100, len(steps))) if len(steps) else []
+    x, means = [b.mean() for b in bins], [[np.mean([loss[s] for s in b]) for b in bins] for loss in curves]
+    fig, (top, low) = plt.subplots(2, 1, figsize=(3.4, 3.0), sharex=True, height_ratios=(3, 2))
+    for k, run in enumerate(pair):
+        curve(top, x, [(m, 0) for m in means[k]], k, run.arch)
+    low.plot(x, np.subtract(means[1], means[0]), color=COLOURS[2])
+    low.axhline(0, **ZERO)
+    top.set(ylabel="training loss (nats per token)")
+    top.legend()
+    low.set(xlabel="step", ylabel="difference")
+    names = " and ".join(run.name for run in pair)
+    return fig, f"Training loss of {names}, the first of the pairs, in {len(x)} bins; below, treatment - control."
+
+
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -740,33 +1587,44 @@ class Flags:
     control: str = flag("block", "the arm that the others are compared with")
     split: str = flag("val", "evaluation split", choices=("val", "test"))
     allow: str | None = flag(None, "comma list of settings in which the two runs of a pair may differ")
+    primary: str | None = flag(None, "arm whose comparison is judged by itself, if plan.json named it before the runs")
+    margin: float | None = flag(None, "difference in NLL too small to matter [the plan's]", least=1e-9)
+    speed: str | None = flag(None, "the arms' speed over the control's, arm=RATIO[:LEAST:MOST] or a file of train.py --benchmark")
     json: bool = flag(False, "print JSON only")
-    out: str | None = flag(None, "folder for tables (md, csv, tex, json) and figures (png, pdf)")
+    out: str | None = flag(None, "folder for tables (md, csv, tex, json) and figures (png, pdf)", path=True)
     strict: bool = flag(False, "refuse pairs that differ in backend, dtype, compile, device, versions or code")
+
+
+def public(out: dict) -> dict:
+    """What --json prints: everything but the runs themselves."""
+    kinds = ("comparisons", "problems", "milestones", "trends", "crossed", "floor")
+    return {kind: [{k: v for k, v in row.items() if k != "runs"} for row in out[kind]] for kind in kinds}
+
+
+def write_report(out: dict, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = draw(out, folder)
+    texts = {"report.md": report(out, figures) + "\n", "stats.json": to_json(public(out), indent=1) + "\n"}
+    for t in tables(out):
+        if t.name.startswith(("table1", "table2", "table3")):
+            texts[f"{t.name}.tex"] = latex(t)
+        with atomic_file(folder / f"{t.name}.csv", "w") as f:
+            csv.writer(f, lineterminator="\n").writerows(csv_rows(t))
+    for name, text in texts.items():
+        with atomic_file(folder / name, "w") as f:
+            f.write(text)
 
 
 def main(argv: list[str]) -> int:
     flags = parse_flags(Flags, argv, __doc__, positional="folders")
     if not flags.folders:
         raise BadInput("which runs? python stats.py runs/")
-    allow = [k for k in (flags.allow or "").split(",") if k]
-    out = analyse(flags.folders, flags.control, flags.split, allow, flags.strict)
-    public = {k: [{n: v for n, v in c.items() if n != "runs"} for c in out[k]] for k in (
-        "comparisons", "problems", "milestones", "crossed", "floor")}
+    allow = [k.strip() for k in (flags.allow or "").split(",") if k.strip()]
+    out = analyse(flags.folders, flags.control, flags.split, allow, flags.strict, flags.primary, flags.margin, flags.speed)
     if flags.out:
-        folder = Path(flags.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        texts = {"report.md": report(out, draw(out, folder) if out["comparisons"] else {}) + "\n",
-                 "stats.json": to_json(public, indent=1) + "\n"}
-        for name, t in tables(out).items():
-            texts |= {f"{name}.tex": latex(*t)} if name.startswith(("table1", "table3")) else {}
-            with atomic_file(folder / f"{name}.csv", "w") as f:
-                csv.writer(f, lineterminator="\n").writerows(csv_rows(*t))
-        for name, text in texts.items():
-            with atomic_file(folder / name, "w") as f:
-                f.write(text)
-    print(to_json(public, indent=1) if flags.json else report(out, {}))
-    return 1 if flags.strict and out["refused"] else 0
+        write_report(out, Path(flags.out).expanduser())
+    print(to_json(public(out), indent=1) if flags.json else report(out))
+    return 1 if flags.strict and out["problems"].of("refused") else 0
 
 
 if __name__ == "__main__":

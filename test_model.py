@@ -2862,14 +2862,14 @@ def test_stats_paper_runs_give_the_papers_tables(tmp_path, capsys):
         assert [round(x, 6) for x in c["bootstrap_ci"]] == [*want["bootstrap_ci"]]
         assert round(100 * c["ppl_reduction"], 2) == want["ppl"] and c["sign_flip_p"] == c["smallest_p"] == 0.0625
         assert not c["mid_schedule"] and not c["interim"] and c["paper"]["mean"] == want["paper"][0]
-        assert c["simultaneous_t_ci"][0] < c["t_ci"][0] and "about 84%" in c["evidence"]
-        assert "Trust the t" in c["evidence"]
+        assert c["simultaneous_t_ci"][0] < c["t_ci"][0] and c["confounds"] == {}
     code, text, _ = stats_cli(capsys, tmp_path)
-    for cell in ("3.1724 ± 0.0102", "3.1423 ± 0.0076", "-0.0301 ± 0.0030", "2.97%", "2.43%", "5/5", "-0.030116",
-                 "0.003034",
-                 "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "| S | rd - block, the paper |",
-                 "23.736"):
-        assert cell in text, cell
+    whole = stats.report(stats.analyse([tmp_path]), figures={})
+    for cell in ("3.1724 ± 0.0102", "3.1423 ± 0.0076", "-0.0301 ± 0.0030", "2.97%", "2.43%", "5/5", "-0.030116", "0.003034",
+                 "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "rd - block, the paper", "23.736"):
+        assert cell in whole, cell
+    assert "about 84% of studies" in text and "Trust the t intervals" in text and "The next seed" in text
+    assert len(text.splitlines()) < 60 and "23.736" not in text  # a screen and a half; the pairs go to --out
     assert stats_cli(capsys, tmp_path)[1] == text  # two calls, the same bytes
 
 
@@ -2996,8 +2996,8 @@ def test_stats_bad_runs_are_named_and_never_counted(tmp_path, capsys):
     why = {p["run"]: p["why"] for p in out["problems"]}
     assert code == 0 and c["seeds"] == [1, 10]
     for run, words in {
-            "S-rd-s2": "diverged at step 61036 (loss is nan)", "S-rd-s3": "the NLL at step 61036 is nan",
-            "S-rd-s4": "the NLL at step 61036 is None", "S-rd-s5": "corrupt: line 41 of metrics.jsonl",
+            "S-rd-s2": "diverged at step 61036 (loss is nan)", "S-rd-s3": "nll is nan, not a finite number",
+            "S-rd-s4": "of metrics.jsonl lacks nll", "S-rd-s5": "corrupt: line 41 of metrics.jsonl",
             "S-rd-s6": "unfinished: at step 61036 of 61036", "S-rd-s7": "config.json is not valid JSON",
                        "S-rd-s8": "no evaluation yet, at step 0",
             "S-block-s9": "no partner", "S-rd-s1-again": "duplicate of S-rd-s1",
@@ -3007,7 +3007,7 @@ def test_stats_bad_runs_are_named_and_never_counted(tmp_path, capsys):
         assert words in why.pop(run), run
     assert set(why) == {f"S-block-s{s}" for s in (2, 3, 4, 5, 7, 8, 12)}
     assert all("no partner" in w for w in why.values())
-    assert c["interim"] and c["waiting"] == ["S-rd-s6", "S-rd-s12", "S-rd-s8"]
+    assert c["interim"] and c["waiting"] == ["S-rd-s12", "S-rd-s6", "S-rd-s8"]
 
 
 def test_stats_stopped_runs_pair_with_milestones_and_are_labelled(tmp_path, capsys):
@@ -3030,9 +3030,9 @@ def test_stats_stopped_runs_pair_with_milestones_and_are_labelled(tmp_path, caps
     np.save(tmp_path / "S-rd-s123" / "eval" / "val-061036.npy", b)
     assert stats_json(capsys, tmp_path)[1]["comparisons"][0]["pairs"][0]["treatment_se"] is None
     assert rd["sd"] is None and rd["t_ci"] is None and "One pair has no interval" in rd["evidence"]
-    text = stats_cli(capsys, tmp_path)[1]
-    assert "500 M of 2 B, mid-schedule" in text
-    assert "| S | average - block | 500 M of 2 B, mid-schedule | 1 | 3.5416 | 3.5410 | -0.0006 | 1/1 |" in text
+    assert "500 M of 2 B, mid-schedule" in stats_cli(capsys, tmp_path)[1]
+    table = stats.markdown(stats.controls_table(stats.analyse([tmp_path])))
+    assert "500 M of 2 B, mid-schedule" in table and "3.5416" in table and "3.5410" in table and "3.4994" in table
 
 
 def test_stats_an_unfinished_study_shows_the_latest_shared_milestone_as_interim(tmp_path, capsys):
@@ -3048,7 +3048,8 @@ def test_stats_an_unfinished_study_shows_the_latest_shared_milestone_as_interim(
     assert set(c["waiting"]) == {"S-rd-s1", "S-rd-s2", "S-block-s3", "S-rd-s3"}
     assert {("S-block-s3", "planned, and missing"), ("S-rd-s3", "planned, and missing"),
             ("S-rd-s2", "not planned: plan.json lacks it"), ("S-rd-s2", "unfinished: at step 15259 of 61036")} <= why
-    assert "500 M of 2 B, mid-schedule, interim" in stats_cli(capsys, tmp_path)[1]
+    text = stats_cli(capsys, tmp_path)[1]
+    assert "500 M of 2 B, mid-schedule" in text and "Interim, not a result: waiting for 4 runs" in text
 
 
 def test_stats_allow_takes_each_arms_best_value_on_validation_and_shows_it_on_test(tmp_path, capsys):
@@ -3067,7 +3068,7 @@ def test_stats_allow_takes_each_arms_best_value_on_validation_and_shows_it_on_te
     assert {p["control"][-6:] for p in c["pairs"]} == {"0.0006"}
     assert {p["treatment"][-6:] for p in c["pairs"]} == {"0.0003"}
     assert c["deltas"] == pytest.approx([-3e-4, -3e-4])
-    assert "lr = 0.0003 is the best on validation" in " ".join(c["notes"])
+    assert "rd: lr = 0.0003, chosen on val as the best of 0.0003" in " ".join(c["notes"])
     assert sum("better on validation" in p["why"] for p in out["problems"]) == 4
     (tmp_path / "S-rd-s1-lr0.0003" / "eval" / "test-061036.json").unlink()
     why = {p["run"]: p["why"] for p in stats_json(capsys, tmp_path, "--split=test")[1]["problems"]}
@@ -3090,7 +3091,8 @@ def test_stats_a_crossed_backend_study_gives_a_comparison_each_and_reruns_give_a
     assert row["mean"] == pytest.approx(1.5e-4) and row["sd"] == pytest.approx(1e-4 / 2 ** 0.5)
     assert row["control_shift"][0] == pytest.approx(1.5e-4) and row["treatment_shift"][0] == pytest.approx(3e-4)
     assert row["first_change"][0] == pytest.approx(-0.03) and row["second_change"][0] == pytest.approx(-0.02985)
-    assert "| S | rd - block | 2 B | 2 | reference | fused |" in stats_cli(capsys, tmp_path)[1]
+    whole = stats.report(stats.analyse([tmp_path]), figures={})
+    assert "| S     | rd - block | 2 B    |   2 | reference | fused  |" in whole
     assert len(out["floor"]) == 4 and {round(abs(f["mean"]), 6) for f in out["floor"]} == {1e-4, 2e-4, 4e-4}
     assert out["floor"][0]["pairs"][0]["marks"] == "backend: reference against fused"
 
@@ -3119,8 +3121,13 @@ def test_stats_equal_differences_and_other_controls(tmp_path, capsys):
     code, out = stats_json(capsys, tmp_path, "--control=plain")
     assert [(c["control"], c["treatment"], c["sd"], c["wins"]) for c in out["comparisons"]] == [
         ("plain", "rd", 0.0, 0), ("plain", "block", 0.0, 0)]
-    assert "differences are equal" in out["comparisons"][0]["evidence"]
-    assert "rd worse than plain" in out["comparisons"][0]["evidence"]
+    (rd, block) = out["comparisons"]
+    assert rd["verdict"] == "no test" and "the same in all 3 pairs" in rd["evidence"] and "better" not in rd["evidence"]
+    for seed in (1, 2, 3):
+        stats_run(tmp_path, stats_config("tied", seed=seed), {61036: 3.0 + seed})
+    (tied,) = [c for c in stats_json(capsys, tmp_path, "--control=plain")[1]["comparisons"] if c["treatment"] == "tied"]
+    assert tied["verdict"] == "same function" and "the same function bit for bit" in tied["evidence"]
+    assert tied["sign_flip_p"] is tied["t_test_p"] is tied["holm_p"] is None
 
 
 def test_stats_old_runs_with_few_settings_still_pair(tmp_path, capsys):
@@ -3190,6 +3197,239 @@ def test_stats_out_writes_the_same_tables_and_figures_twice(tmp_path, capsys):
                        check=True,
                        stdout=subprocess.DEVNULL)
     assert "n = 2 (seeds 123, 2025)" in (tmp_path / "a" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("sd", [0.00175, 0.001667, 0.00182])
+def test_stats_pairs_needed_where_the_noncentral_t_of_scipy_gives_up(sd):
+    assert stats.pairs_needed(sd) == 3
+    many = [stats.pairs_needed(x) for x in np.linspace(0.0005, 0.05, 100)]
+    assert many == sorted(many) and many[-1] > 150
+
+
+@pytest.mark.parametrize("n, effect", [(2, 1.0), (5, 1.5), (10, 1.0), (40, 0.3)])
+def test_stats_power_is_that_of_the_noncentral_t_and_of_a_simulation(n, effect):
+    limit, shift = scipy.stats.t.ppf(0.975, n - 1), effect * n ** 0.5
+    want = scipy.stats.nct.sf(limit, n - 1, shift) + scipy.stats.nct.cdf(-limit, n - 1, shift)
+    assert stats.power(n, effect) == pytest.approx(want, abs=2e-5)
+    draws = np.random.default_rng(n).normal(effect, 1, (40_000, n))
+    t = draws.mean(1) / draws.std(1, ddof=1) * n ** 0.5
+    assert stats.power(n, effect) == pytest.approx(np.mean(np.abs(t) > limit), abs=0.011)  # 4 standard errors
+
+
+def test_stats_holm_is_its_definition_and_controls_the_family():
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm's own arithmetic
+    assert stats.holm([0.2]) == [0.2] and stats.holm([]) == [] and stats.holm([0.9, 0.8]) == [1.0, 1.0]
+    p = np.random.default_rng(0).uniform(size=(20_000, 6))  # six true nulls: one or more found in at most 5%
+    found = np.mean([min(stats.holm(row)) < 0.05 for row in p])
+    assert found == pytest.approx(1 - (1 - 0.05 / 6) ** 6, abs=0.0062)  # 4 standard errors
+
+
+@pytest.mark.parametrize("mean, sd, n, margin", [(-0.001, 0.002, 5, 0.005), (0.004, 0.002, 5, 0.005), (0.0, 0.01, 3, 0.005)])
+def test_stats_equivalence_is_two_one_sided_tests_and_the_90_percent_interval(mean, sd, n, margin):
+    d = np.random.default_rng(0).normal(size=n)
+    d = mean + sd * (d - d.mean()) / d.std(ddof=1)
+    both = max(scipy.stats.ttest_1samp(d, -margin, alternative="greater").pvalue,
+               scipy.stats.ttest_1samp(d, margin, alternative="less").pvalue)
+    assert stats.equivalence_test(mean, sd, n, margin) == pytest.approx(both, rel=1e-9)
+    low, high = scipy.stats.ttest_1samp(d, 0).confidence_interval(0.90)
+    assert (both < 0.05) == (-margin < low and high < margin)
+    assert stats.t_interval(mean, sd, n, 0.9) == pytest.approx((low, high), rel=1e-9)
+
+
+def test_stats_next_interval_holds_the_next_seed_in_95_percent():
+    draws = np.random.default_rng(3).normal(-0.03, 0.003, (20_000, 6))
+    held = [low <= d[5] <= high for d in draws
+            for low, high in [stats.next_interval(d[:5].mean(), d[:5].std(ddof=1), 5)]]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.0062)
+    for scale, want in (("S", [-0.039, -0.021]), ("M", [-0.061, 0.012])):
+        est = stats.paired([rd - block for block, rd in PAPER_TABLE3[scale].values()])
+        assert [round(x, 3) for x in stats.next_interval(est.mean, est.sd, 5)] == want
+
+
+def test_stats_says_which_of_the_papers_pairs_cross_backends_and_what_remains(tmp_path, capsys):
+    crossed = {"S": {7777: ("fused", "reference")}, "M": dict.fromkeys([2025, 2026, 3407, 7777], ("reference", "fused"))}
+    for scale, seeds in PAPER_TABLE3.items():
+        for seed, nlls in seeds.items():
+            for arm, nll, backend in zip(("block", "rd"), nlls, crossed[scale].get(seed, ("reference",) * 2)):
+                stats_run(tmp_path, stats_config(arm, scale, seed, backend=backend), {61036: nll})
+    s, m = stats_json(capsys, tmp_path)[1]["comparisons"]
+    assert (m["confounds"], m["matched"]["n"], round(m["matched"]["mean"], 5)) == ({"backend": 4}, 1, -0.01813)
+    assert (s["confounds"], s["matched"]["n"], round(s["matched"]["mean"], 5)) == ({"backend": 1}, 4, -0.02886)
+    assert "4 of 5 pairs compare two backends; the one that does not (n = 1): -0.01813" in m["evidence"]
+    assert "1 of 5 pairs compares two backends; the 4 that do not (n = 4): -0.02886, 95% t interval" in s["evidence"]
+    assert "next seed's difference lies in [-0.061, 0.012]" in m["evidence"]
+    assert round(100 * s["ppl_reduction"], 4) == 2.9663 and round(100 * m["ppl_reduction"], 4) == 2.4334
+
+
+@pytest.mark.parametrize("plan_at, primary, says", [
+    ("2025-12-31T00:00:00", None, "plan.json named rd before the first step"),
+    ("2026-01-02T00:00:00", None, "named after the runs"), (None, "rd", "named after the runs"), (None, None, None)])
+def test_stats_judges_all_comparisons_together_but_for_a_planned_primary_one(tmp_path, capsys, plan_at, primary, says):
+    rng, names = np.random.default_rng(1), []
+    arms = ["block", "rd", *(f"mhar:heads={k}" for k in (2, 3, 4, 6, 8, 9, 12, 18, 36))]
+    for k, arm in enumerate(arms):
+        for seed in range(1, 6):
+            noise = rng.normal(0, 0.003) if arm != "rd" else 0.003 * (seed - 3)
+            folder = stats_run(tmp_path, stats_config(arm, seed=seed), {61036: 3.1 + seed / 10 - 0.0085 * (arm == "rd") + noise * (k > 0)})
+            names.append(folder.name)
+    if plan_at:
+        (tmp_path / "plan.json").write_text(json.dumps({"plans": [dict(
+            runs=names, arms=arms, max_steps=61036, stop_steps=None, started=plan_at, primary="rd", margin=0.005)]}))
+    out = stats_json(capsys, tmp_path, *([f"--primary={primary}"] if primary else []))[1]
+    rd, *others = out["comparisons"]
+    assert len(others) == 9 and rd["t_ci"][1] < 0 and (says or "By seed") in rd["evidence"]
+    exempt = plan_at is not None and plan_at < "2026"
+    assert rd["family"] == (1 if exempt else 10) and {c["family"] for c in others} == {9 if exempt else 10}
+    assert rd["verdict"] == ("better" if exempt else "undecided")  # 0 lies in the interval that holds for all ten
+    low, high = rd["simultaneous_t_ci"]
+    half = scipy.stats.t.ppf(1 - 0.025 / rd["family"], 4) * rd["sd"] / 5 ** 0.5
+    assert (low, high) == pytest.approx((rd["mean"] - half, rd["mean"] + half))
+    holm = stats.holm([c["t_test_p"] for c in (others if exempt else out["comparisons"])])
+    assert [c["holm_p"] for c in (others if exempt else out["comparisons"])] == pytest.approx(holm)
+    assert all((c["equivalence"] is not None) == (plan_at is not None and exempt) for c in out["comparisons"])
+
+
+def test_stats_trend_equal_time_and_a_margin_given_by_hand(tmp_path, capsys):
+    early, late = [-0.05, -0.06, -0.055], [-0.02, -0.028, -0.024]
+    for seed in range(3):
+        stats_run(tmp_path / "runs", stats_config("block", seed=seed), {30518: 3.3 + seed, 61036: 3.1 + seed})
+        stats_run(tmp_path / "runs", stats_config("rd", seed=seed),
+                  {30518: 3.3 + seed + early[seed], 61036: 3.1 + seed + late[seed]})
+    saved = tmp_path / "speed.json"
+    saved.write_text(json.dumps({"reference": "block", "device": "cpu", "rounds": 5, "scale": "S", "torch": "2", "arms": {
+        "block": {"tokens_per_s": 100, "ratio": 1, "ratio_min": 1, "ratio_max": 1},
+        "rd": {"tokens_per_s": 90, "ratio": 0.9, "ratio_min": 0.88, "ratio_max": 0.92}}}))
+    cost = 0.2 * math.log(1 / 0.9) / math.log(2)  # log-linear between 3.3 at half the tokens and 3.1
+    for speed in (saved, "rd=0.9:0.88:0.92"):
+        (c,) = stats_json(capsys, tmp_path / "runs", f"--speed={speed}", "--margin=0.03")[1]["comparisons"]
+        assert c["equal_time"]["cost"] == pytest.approx(cost) and "a bound" in c["evidence"]
+        assert c["equal_time"]["mean"] == pytest.approx(c["mean"] + cost)
+    change = np.subtract(late, early)
+    assert c["trend"]["mean"] == pytest.approx(change.mean()) and c["trend"]["verdict"] == "it narrows"
+    assert c["trend"]["t_ci"] == pytest.approx(tuple(scipy.stats.ttest_1samp(change, 0).confidence_interval(0.95)))
+    low, high = scipy.stats.ttest_1samp(late, 0).confidence_interval(0.90)
+    assert c["equivalence"]["equivalent"] == (low > -0.03) and "a margin chosen after the runs" in c["evidence"]
+    for bad in ("rd=x", "rd=0.9:0.95:0.99", "none.json"):
+        assert stats_cli(capsys, tmp_path / "runs", f"--speed={bad}")[0] == 2
+
+
+def stats_config_with(**changes):
+    return lambda run: (run / "config.json").write_text(json.dumps({**json.loads((run / "config.json").read_text()), **changes}))
+
+
+def stats_log_with(old, new):
+    def change(run):
+        log = run / "metrics.jsonl"
+        assert old in log.read_text()
+        log.write_text(log.read_text().replace(old, new))
+    return change
+
+
+def stats_eval_with(name="val-061036.json", **changes):
+    record = dict(run="S-rd-s1", split="val", step=61036, nll=3.0)
+    return lambda run: (run / "eval" / name).write_text(json.dumps({**record, **changes}))
+
+
+STATS_BROKEN = [  # what is done to S-rd-s1, a word of what is said of it, and whether the run still counts
+    (stats_config_with(arch=["rd"]), "arch", False), (stats_config_with(arch=""), "arch", False),
+    (stats_config_with(scale={}), "scale", False), (stats_config_with(scale="S\x1b[2J"), "scale", False),
+    (stats_config_with(seed="1"), "seed", False), (stats_config_with(seed=1.5), "seed", False),
+    (stats_config_with(seed=True), "seed", False), (stats_config_with(seed=10 ** 40), "seed", False),
+    (stats_config_with(max_steps="61036"), "max_steps", False), (stats_config_with(max_steps=None), "max_steps", False),
+    (stats_config_with(tokens_per_step=[1]), "tokens_per_step", False), (stats_config_with(lr="3e-4"), "lr", False),
+    (stats_config_with(n_params="many"), "n_params", False), (stats_config_with(stop_steps="x"), "stop_steps", False),
+    (lambda run: (run / "config.json").write_text("[" * 10_000), "config.json", False),
+    (lambda run: (run / "config.json").write_text("[1]"), "config.json", False),
+    (lambda run: (run / "config.json").write_bytes(b"\xff\xfe{}"), "config.json", False),
+    (lambda run: (run / "config.json").unlink(), "config.json", False),
+    (stats_log_with('"kind":"eval","step":61036', '"kind":"eval","step":null'), "step", False),
+    (stats_log_with('"nll":3.0,', '"nll":true,'), "nll", False), (stats_log_with('"nll":3.0,', '"nll":"3.0",'), "nll", False),
+    (stats_log_with('"nll":3.0,', '"nll":-1,'), "NLL", False), (stats_log_with('"nll":3.0,', '"nll":1e999,'), "nll", False),
+    (stats_log_with('"nll":3.0,', '"nll":' + "[" * 5000 + "]" * 5000 + ","), "not a record", False),
+    (stats_log_with('"kind":"eval"', '"kind":["eval"]'), "not a record", False),
+    (stats_log_with('"loss":', '"lost":'), "loss", False),
+    (stats_log_with('"js_mean":', '"js":["a"],"js_mean":"x","x":'), "js", False),
+    (stats_eval_with(nll=3.5), "the log 3.0", True), (stats_eval_with("val-zzz.json"), "val-zzz.json left out", True),
+    (stats_eval_with(run="S-rd-s2"), "it says run S-rd-s2", True), (stats_eval_with(split="test"), "it says split", True),
+    (stats_eval_with(step=7), "it says step 7", True), (stats_eval_with(nll=True), "nll", True),
+    (lambda run: (run / "eval" / "val-061036.json").mkdir(), "val-061036.json left out", True),
+    (lambda run: (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace(
+        (run / "metrics.jsonl").read_text().splitlines()[-2], (run / "metrics.jsonl").read_text().splitlines()[-3])),
+     "no evaluation", False)]
+
+
+@pytest.mark.parametrize("broken", range(len(STATS_BROKEN)))
+def test_stats_a_broken_folder_is_named_and_kills_no_report(tmp_path, capsys, broken):
+    breaks, word, counts = STATS_BROKEN[broken]
+    for seed in (1, 2, 3):
+        stats_run(tmp_path, stats_config("block", seed=seed), {61036: 3.1 + seed / 8 - 0.125})
+        stats_run(tmp_path, stats_config("rd", seed=seed), {61036: 3.0 + (seed - 1) / 7})
+    breaks(tmp_path / "S-rd-s1")
+    code, out = stats_json(capsys, tmp_path)  # strict JSON
+    said = " ".join(p["why"] for p in out["problems"] if p["run"] == "S-rd-s1")
+    assert code == 0 and word in said, out["problems"]
+    assert out["comparisons"][0]["seeds"] == ([1, 2, 3] if counts else [2, 3])
+    assert "S-rd-s1" in stats_cli(capsys, tmp_path)[1]
+
+
+def test_stats_a_pair_that_lost_its_last_evaluation_is_named_and_the_rest_interim(tmp_path, capsys):
+    for seed in range(5):
+        stats_run(tmp_path, stats_config("block", seed=seed), {30518: 3.3 + seed, 61036: 3.1 + seed})
+        stats_run(tmp_path, stats_config("rd", seed=seed), {30518: 3.2 + seed / 2, 61036: 3.0 + seed / 3})
+    log = tmp_path / "S-rd-s2" / "metrics.jsonl"
+    log.write_text("".join(x for x in log.read_text().splitlines(True) if '"eval","step":61036' not in x))
+    out = stats_json(capsys, tmp_path)[1]
+    (c,) = out["comparisons"]
+    assert (c["n"], c["interim"], c["waiting"]) == (4, True, ["S-rd-s2"])
+    assert out["problems"] == [{"run": "S-rd-s2", "why": "no evaluation at step 61036: seed 2 is missing there"}]
+
+
+def test_stats_controls_table_compares_on_shared_seeds(tmp_path):
+    for arm, seeds in (("block", 5), ("rd", 5), ("average", 1), ("q_kv", 1)):
+        for seed in range(seeds):
+            stats_run(tmp_path, stats_config(arm, seed=seed), {15259: 3.5 + seed / 10 - 0.01 * (arm == "rd")})
+    (row,) = stats.controls_table(stats.analyse([tmp_path])).rows
+    assert row["seeds"] == "0" and row["control"] == 3.5 and row["arm rd"] == pytest.approx(3.49)
+
+
+def test_stats_every_arm_is_drawn(tmp_path):
+    names = ["rd", *(f"mhar:heads={k}" for k in range(1, 12))]
+    for arm in ["block", *names]:
+        for seed in (1, 2):
+            stats_run(tmp_path / "runs", stats_config(arm, seed=seed), {30518: 3.3 + seed, 61036: 3.1 + seed / 9 - len(arm) / 500})
+    out = stats.analyse([tmp_path / "runs"])
+    (tmp_path / "out").mkdir()
+    captions = stats.draw(out, tmp_path / "out")
+    for name in ("figure2_effects", "figure3_milestones", "figure4_js"):
+        assert all(f"S {arm}" in captions[name] for arm in names), name
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+
+
+def test_stats_skips_what_is_no_run_and_says_so(tmp_path, capsys):
+    for arm in ("block", "rd"):
+        stats_run(tmp_path, stats_config(arm), {61036: 3.1 - len(arm) / 100})
+    (tmp_path / "plan.json").write_text('{"plans": []}')
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    code, out = stats_json(capsys, *sorted(tmp_path.iterdir()))
+    why = {Path(p["run"]).name: p["why"] for p in out["problems"]}
+    assert code == 0 and out["comparisons"][0]["n"] == 1
+    assert "skipped" in why["notes.txt"] and "skipped" in why["empty"]
+
+
+def test_stats_a_run_whose_data_were_replaced_under_it_is_named(tmp_path, capsys):
+    for arm in ("block", "rd"):
+        stats_run(tmp_path, stats_config(arm), {61036: 3.1 - len(arm) / 100})
+    stats_log_with('"split":"val"', '"split":"val","data_fingerprint":"other"')(tmp_path / "S-rd-s123")
+    out = stats_json(capsys, tmp_path)[1]
+    assert out["comparisons"] == [] and "on other data" in out["problems"][0]["why"]
+
+
+def test_stats_a_setting_of_the_model_that_differs_refuses_the_pair_by_name():
+    for field in ("mlp_ratio", "eps", "rope_base", "init_std", "a_field_of_tomorrow"):
+        a, b = ({**stats_config(arm), field: value} for arm, value in (("block", 4), ("rd", 5)))
+        assert stats.pair_check(a, b)[0] == [f"{field}: 4 against 5"]
+        assert stats.pair_check(a, b, allow=[field]) == ([], [f"{field}: 4 against 5 (allowed)"])
 
 
 def test_stats_long_logs_are_read_fast(tmp_path):
