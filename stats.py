@@ -1,6 +1,6 @@
 """Pair the runs that differ in nothing but the arm, and say what their differences support.
 
-    python stats.py runs/                              # conclusions, then one table of estimates, then what was left out
+    python stats.py runs/                              # conclusions, one table of estimates, what was left out
     python stats.py runs/ --json                       # everything as JSON only
     python stats.py runs/ --out=report                 # also every table (md, csv, tex, json) and figure (png, pdf)
     python stats.py runs/ --control=plain              # any arm can be the control
@@ -159,7 +159,7 @@ OWN = frozenset((
 COUNTS = ("n_params", "flops", "arm_")  # beginnings of what differs between arms by design
 OF_A_SEED = ("seed", "init_sha256", "data_order")  # what differs between the seeds of one setting
 CROSSED = ("backend", "dtype", "residual_dtype", "device")  # a study that runs both arms in two of these is crossed
-MATCHED = (*CROSSED, "evaluation_backend")  # an estimate without the pairs that differ in these stands beside the full one
+MATCHED = (*CROSSED, "evaluation_backend")  # beside the full estimate, one without pairs that differ in these
 WORDS = {"data_fingerprint": "data", "tokenizer_sha256": "tokenizer", "init_sha256": "starting weights", "data_order":
          "order of the data", "max_steps": "schedule length", "freeze": "frozen parameters", "eval_tokens":
          "evaluation tokens"}
@@ -258,7 +258,9 @@ def launch_report(config: dict, runs_folder: str | Path, control: str = "block")
             lines.append(f"not with {name}: {'; '.join(refused)}")
         elif control in (arm, other.get("arch")):
             partners += 1
-            lines.append(f"with {name}, marked (--strict refuses it): {'; '.join(marked)}" if marked else f"with {name}")
+            lines.append(f"with {name}")
+            if marked:
+                lines[-1] += f", marked (--strict refuses it): {'; '.join(marked)}"
     if partners:
         return lines + ["the table gains a pair once both runs have reached a milestone"]
     other_arm = "another arm" if arm == control else control
@@ -393,12 +395,14 @@ class Run:
         for step, logged in self.val.items() if split == "val" else ():
             again = stored.get(step, logged)
             if again["nll"] != logged["nll"] and again.get("backend") in (None, self.config.get("backend")):
-                self.remarks.append(f"eval/val-{step:06d}.json left out: it says NLL {again['nll']}, the log {logged['nll']}")
+                self.remarks.append(f"eval/val-{step:06d}.json left out: it says NLL {again['nll']}, the log "
+                                    f"{logged['nll']}")
         self.evals = {**stored, **self.val} if split == "val" else stored  # step -> evaluation on the split
         for step, record in self.evals.items():
             data = self.config.get("data_fingerprint")
             if record.get("data_fingerprint", data) != data:
-                raise ValueError(f"evaluated at step {step} on other data ({record['data_fingerprint']}) than it was trained on")
+                raise ValueError(f"evaluated at step {step} on other data ({record['data_fingerprint']}) than it was "
+                                 "trained on")
         if not self.evals and split == "val":
             raise ValueError(f"no evaluation yet, at step {self.last}")
         if not self.evals:
@@ -574,7 +578,8 @@ def analyse(folders: list[str], control: str = "block", split: str = "val", allo
                  for label, some in variants.items()}
         for label, by_step in cells.items():
             used |= {r.name for best in by_step.values() for p in best.values() for r in p[:2]}
-            rows = [compare(list(best.values()), step, split, step == max(by_step), label) for step, best in by_step.items()]
+            end = max(by_step)
+            rows = [compare(list(best.values()), step, split, step == end, label) for step, best in by_step.items()]
             out["milestones"] += rows
             trends = [trend(by_step, a, b, label) for a, b in spans(list(by_step))]
             out["trends"] += [t for t in trends if t]
@@ -583,7 +588,8 @@ def analyse(folders: list[str], control: str = "block", split: str = "val", allo
             row["waiting"], row["missing"] = not_there(row, variants[label], coming, problems)
             row["interim"] = bool(row["waiting"])
             row["equal_time"] = equal_time(row, speeds)
-            row["notes"] = [text for arm, scale, text in choices if arm in (control, row["treatment"]) and scale == row["scale"]]
+            mine = [(control, row["scale"]), (row["treatment"], row["scale"])]
+            row["notes"] = [text for arm, scale, text in choices if (arm, scale) in mine]
             row["notes"] += [SAME_AS_BLOCK[arm] for arm in (row["treatment"], control) if arm in SAME_AS_BLOCK]
             out["comparisons"].append(row)
         labels = list(cells)
@@ -675,8 +681,9 @@ def choose_settings(groups: list[list[Run]], allow: typing.Collection[str], spli
                 notes.append((arm, scale, f"Only one {what} was tried for {arm}, and several for another arm: what is "
                                           f"compared is also how well each was tuned."))
         if split == "val" and max(tried.values()) > 1:
-            notes += [(arm, scale, f"{what} was chosen and is compared on the same split, which flatters the arm with more "
-                                   "tries: compare with --split=test.") for arm, n in tried.items() if n > 1]
+            text = (f"{what} was chosen and is compared on the same split, which flatters the arm with more tries: "
+                    "compare with --split=test.")
+            notes += [(arm, scale, text) for arm, n in tried.items() if n > 1]
     return kept, notes
 
 
@@ -756,11 +763,12 @@ def setting_words(run: Run) -> list[str]:
 
 def best_pairs(pairs: list[Pair], step: int) -> dict[int, Pair]:
     """{seed: pair} at a step: the least marked one, then that of the longest runs."""
+    def order(p: Pair) -> tuple:
+        return len(p.marks[step]), -p.control.last, -p.treatment.last, p.control.name, p.treatment.name
     best = {}
-    for p in sorted((p for p in pairs if step in p.marks), key=lambda p: (
-            p.treatment.seed, len(p.marks[step]), -p.control.last, -p.treatment.last, p.control.name, p.treatment.name)):
+    for p in sorted((p for p in pairs if step in p.marks), key=order):
         best.setdefault(p.treatment.seed, p)
-    return best
+    return dict(sorted(best.items()))
 
 
 def not_there(row: dict, pairs: list[Pair], coming: list[str], problems: Problems) -> tuple[list[str], list[str]]:
@@ -1037,7 +1045,8 @@ def read_speeds(text: str | None, control: str) -> list[dict]:
             if not arm or not 0.01 < least <= ratio <= most < 100:
                 raise ValueError
         except ValueError:
-            raise BadInput(f"--speed={item}: no such file, and not a ratio with its range, as in rd=0.97:0.95:0.99") from None
+            raise BadInput(f"--speed={item}: no such file, and not a ratio with its range, as in rd=0.97:0.95:0.99"
+                           ) from None
         speeds.append(dict(arm=arm, scale=None, ratio=ratio, least=least, most=most, source="given by hand"))
     return speeds
 
@@ -1046,8 +1055,9 @@ def speeds_of(saved: dict, path: str, control: str) -> list[dict]:
     """The same from what `train.py --benchmark` saved, turned to the control where it was taken against another arm."""
     arms, found = saved.get("arms"), []
     try:
-        base = arms[control]
-        against = [1.0, 1.0, 1.0] if saved["reference"] == control else [base[k] for k in ("ratio", "ratio_max", "ratio_min")]
+        base, against = arms[control], [1.0, 1.0, 1.0]
+        if saved["reference"] != control:
+            against = [base[k] for k in ("ratio", "ratio_max", "ratio_min")]
         for arm, at in arms.items():
             values = [float(at[k]) / by for k, by in zip(("ratio", "ratio_min", "ratio_max"), against)]
             if not all(0.01 < x < 100 for x in values):
@@ -1055,7 +1065,8 @@ def speeds_of(saved: dict, path: str, control: str) -> list[dict]:
             found.append(dict(zip(("ratio", "least", "most"), values), arm=arm, scale=saved.get("scale"),
                               source=f"{path}, {saved.get('device')}, {saved.get('rounds')} rounds"))
     except (TypeError, KeyError, ValueError, ZeroDivisionError):
-        raise BadInput(f"--speed={path}: not a benchmark of {control} and other arms as train.py --benchmark saves it") from None
+        raise BadInput(f"--speed={path}: not a benchmark of {control} and other arms as train.py --benchmark saves it"
+                       ) from None
     return found
 
 
@@ -1071,18 +1082,20 @@ def time_cost(run: Run, step: int, ratio: float) -> float | None:
 
 
 def equal_time(c: dict, speeds: list[dict]) -> dict | None:
-    """The difference at equal time, had the arm had the tokens that its speed allows while the control trained: by seed,
-    the difference plus `time_cost`. A bound: between milestones the learning rate has not decayed."""
+    """The difference at equal time, had the arm had the tokens that its speed allows while the control trained: by
+    seed, the difference plus `time_cost`. A bound: between milestones the learning rate has not decayed."""
     mine = [s for s in speeds if s["arm"] == c["treatment"] and s["scale"] in (None, c["scale"])]
     if not mine:
         return None
-    costs = {k: [time_cost(pair.control, c["step"], mine[-1][k]) for pair in c["runs"]] for k in ("ratio", "least", "most")}
-    if any(x is None for values in costs.values() for x in values):
-        return {**mine[-1], "cost": None}
-    est = paired(np.add(c["deltas"], costs["ratio"]))
-    tokens = c["tokens"] and round(c["tokens"] * mine[-1]["ratio"])
-    return {**mine[-1], "cost": float(np.mean(costs["ratio"])), "cost_range": [float(np.mean(costs[k])) for k in ("most", "least")],
-            "max_tokens": tokens, **est._asdict()}
+    speed, costs = mine[-1], {}
+    for k in ("ratio", "most", "least"):
+        costs[k] = [time_cost(pair.control, c["step"], speed[k]) for pair in c["runs"]]
+        if None in costs[k]:
+            return {**speed, "cost": None}
+    mean = {k: float(np.mean(values)) for k, values in costs.items()}
+    return {**speed, "cost": mean["ratio"], "cost_range": [mean["most"], mean["least"]],
+            "max_tokens": c["tokens"] and round(c["tokens"] * speed["ratio"]),
+            **paired(np.add(c["deltas"], costs["ratio"]))._asdict()}
 
 
 def plural(n: int, word: str) -> str:
@@ -1106,10 +1119,12 @@ def verdict_text(c: dict) -> str:
     if n == 1:
         return f"{change}: a direction, no more. One pair has no interval, so it cannot be told from seed noise."
     if c["verdict"] == "no test":
-        return f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied folders?)."
+        return (f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied "
+                "folders?).")
     if c["family"] > 1:
-        by = (f"{1 - LEVEL / c['family']:.4%}".rstrip("0%").rstrip(".") + f"% t interval {interval_text(c['simultaneous_t_ci'])} (Bonferroni, "
-              f"{c['family']} comparisons; Holm p = {c['holm_p']:.2g})")
+        level = f"{100 * (1 - LEVEL / c['family']):.4g}"
+        by = (f"{level}% t interval {interval_text(c['simultaneous_t_ci'])} (Bonferroni, {c['family']} comparisons; "
+              f"Holm p = {c['holm_p']:.2g})")
     else:
         by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
     says = {"better": f"{arm} is better than {control}", "worse": f"{arm} is worse than {control}",
@@ -1120,7 +1135,7 @@ def verdict_text(c: dict) -> str:
 
 
 def confound_text(c: dict) -> str:
-    """What else the pairs of a comparison differ in, and what remains without the pairs of two backends; "" if nothing."""
+    """What else the pairs differ in, and what remains without those of two backends; "" where there is nothing."""
     texts, n = [], c["n"]
     for name, k in c["confounds"].items():
         if name not in MATCHED:
@@ -1155,15 +1170,17 @@ def conclusion(c: dict) -> list[str]:
     if e := c["equivalence"]:
         source = "the plan's margin" if e["planned"] else "a margin chosen after the runs"
         says = "they differ by less than" if e["equivalent"] else "not shown to differ by less than"
-        lines.append(f"Equivalence: {says} {e['margin']:g} ({source}): 90% t {interval_text(e['t_ci_90'])}, two one-sided "
-                     f"tests p = {e['p']:.2g}.")
+        lines.append(f"Equivalence: {says} {e['margin']:g} ({source}): 90% t {interval_text(e['t_ci_90'])}, two "
+                     f"one-sided tests p = {e['p']:.2g}.")
     if c["next_ci"]:
-        lines.append(f"The next seed's difference lies in {interval_text(c['next_ci'], 3)} with 95%; to find 0.01 with 80% power "
-                     f"takes {plural(c['pairs_needed'], 'seed')}.")
-    if (t := c["trend"]) and t["n"] > 1:
-        lines.append(f"From {t['from_budget']} to {t['budget']} tokens the difference goes from {signed(t['from_change'][0], 4)} to "
-                     f"{signed(t['change'][0], 4)}: {t['verdict']} (change by seed {signed(t['mean'], 4)}, 95% t "
-                     f"{interval_text(t['t_ci'], 4)}, n = {t['n']}).")
+        lines.append(f"Prediction: the next seed's difference lies in {interval_text(c['next_ci'], 3)} with 95%. To "
+                     f"find a difference of 0.01 with 80% power takes {plural(c['pairs_needed'], 'seed')}.")
+    t = c["trend"]
+    if t and t["sd"]:
+        before, after = signed(t["from_change"][0], 4), signed(t["change"][0], 4)
+        lines.append(f"From {t['from_budget']} to {t['budget']} tokens the difference goes from {before} to {after}: "
+                     f"{t['verdict']} (change by seed {signed(t['mean'], 4)}, 95% t {interval_text(t['t_ci'], 4)}, "
+                     f"n = {t['n']}).")
     if c["equal_time"]:
         lines.append(equal_time_text(c))
     if c["interim"]:
@@ -1177,13 +1194,16 @@ def conclusion(c: dict) -> list[str]:
 
 def equal_time_text(c: dict) -> str:
     e = c["equal_time"]
-    at = f"Equal time, {e['arm']} at {e['ratio']:.3g} ({e['least']:.3g} to {e['most']:.3g}) of {c['control']}'s speed ({e['source']})"
+    control = c["control"]
+    at = (f"Equal time, {e['arm']} at {e['ratio']:.3g} ({e['least']:.3g} to {e['most']:.3g}) of {control}'s speed "
+          f"({e['source']})")
     if e["cost"] is None:
-        return f"{at}: no evaluation of {c['control']} lies far enough back to say what that costs."
+        return f"{at}: no evaluation of {control} lies far enough back to say what that costs."
     ci = f", 95% t {interval_text(e['t_ci'], 4)}" if e["n"] > 1 else ""
-    return (f"{at}: at most {signed(e['cost'], 4)} ({signed(e['cost_range'][0], 4)} to {signed(e['cost_range'][1], 4)}), so {signed(e['mean'], 4)}{ci}. "
-            f"Interpolated on {c['control']}'s own curve between milestones, where the learning rate has not decayed: a bound. "
-            f"Unbiased: {e['arm']} with --max_tokens={e['max_tokens']}.")
+    least, most = (signed(x, 4) for x in e["cost_range"])
+    return (f"{at}: at most {signed(e['cost'], 4)} ({least} to {most}), so {signed(e['mean'], 4)}{ci}. Interpolated on "
+            f"{control}'s own curve between milestones, where the learning rate has not decayed: a bound. Unbiased: "
+            f"{e['arm']} with --max_tokens={e['max_tokens']}.")
 
 
 def trust(comparisons: list[dict]) -> list[str]:
@@ -1196,12 +1216,15 @@ def trust(comparisons: list[dict]) -> list[str]:
         share = [f"{COVERAGE[max(k for k in COVERAGE if k <= n)]}%" for n in (ns[0], ns[-1])]
         sizes = f"{ns[0]} to {ns[-1]}" if len(ns) > 1 else f"{ns[0]}"
         cover = " to ".join(dict.fromkeys(share))
-        lines.append(f"Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true mean in "
-                     f"about {cover} of studies, a t interval in about 95%. Other seeds, not other evaluation text, are what an "
-                     "interval speaks of.")
+        lines.append(f"Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true "
+                     f"mean in about {cover} of studies, a t interval in about 95%. Other seeds, not other evaluation "
+                     "text, are what an interval speaks of.")
+        if any(c["verdict"] == "undecided" and c["holm_p"] and c["holm_p"] < LEVEL for c in comparisons):
+            lines.append("Verdicts follow the Bonferroni interval, so one with Holm p below 0.05 can stay undecided.")
         least = 2.0 ** (1 - ns[0])
         if least > LEVEL:
-            lines.append(f"A sign-flip test of {ns[0]} pairs cannot give less than p = {least:g}, whatever the differences.")
+            lines.append(f"A sign-flip test of {plural(ns[0], 'pair')} cannot give less than p = {least:g}, whatever "
+                         "the differences.")
     return lines
 
 
@@ -1237,8 +1260,8 @@ class Table(typing.NamedTuple):
     note: str = ""
 
 
-SCALE, ARMS, TOKENS, SEED = Column("scale", "Scale"), Column("arms", "Arms"), Column("budget", "Tokens"), Column("seed", "Seed")
-N, WON = Column("n", "n", "d"), Column("won", "Lower")
+SCALE, ARMS, TOKENS = Column("scale", "Scale"), Column("arms", "Arms"), Column("budget", "Tokens")
+SEED, N, WON = Column("seed", "Seed"), Column("n", "n", "d"), Column("won", "Lower")
 CONTROL_NLL = Column("control_nll", "Control NLL", ".4f", "spread")
 TREATMENT_NLL = Column("treatment_nll", "Treatment NLL", ".4f", "spread")
 CHANGE = Column("change", "Δ NLL", "+.4f", "spread")
@@ -1275,8 +1298,8 @@ def tables(out: dict) -> list[Table]:
     made = [
         Table("table1_summary", "Summary (Table 1)", rows, [
             SCALE, ARMS, TOKENS, CONTROL_NLL, TREATMENT_NLL, CHANGE, PERPLEXITY, WON],
-            "Mean ± sample sd over seeds. Δ is treatment - control, by seed; the change of perplexity is the mean of those "
-            "within seeds."),
+            "Mean ± sample sd over seeds. Δ is treatment - control, by seed; the change of perplexity is the mean of "
+            "those within seeds."),
         Table("estimates", "Estimates", rows, [
             SCALE, ARMS, TOKENS, N, MEAN, SD, T_CI, BOOTSTRAP_CI,
             Column("simultaneous_t_ci", "Bonferroni t", ".6f", "interval"),
@@ -1285,52 +1308,62 @@ def tables(out: dict) -> list[Table]:
             Column("smallest_p", "Sign-flip p, least possible", ".4f"),
             Column("pairs_needed", "Seeds to find 0.01", ",d"), Column("seed_se", "Standard error, seeds", ".6f"),
             Column("slice_se", "Standard error, evaluation text", ".6f")],
-            "Bonferroni intervals hold together in 95% of studies. Seeds to find 0.01: for a paired t test at 5% with 80% "
-            "power. Standard errors are of the mean Δ, over seeds and over evaluation windows."),
+            "Bonferroni intervals hold together in 95% of studies. Seeds to find 0.01: for a paired t test at 5% with "
+            "80% power. Standard errors are of the mean Δ, over seeds and over evaluation windows."),
         controls_table(out),
         Table("table3_pairs", "Every pair (Table 3)", pairs, [
             SCALE, ARMS, TOKENS, SEED, Column("control_nll", "Control NLL", ".5f"),
             Column("control_se", "± text", ".4f"), Column("treatment_nll", "Treatment NLL", ".5f"),
-            Column("treatment_se", "± text", ".4f"), Column("delta", "Δ NLL", "+.5f"), Column("delta_se", "± text", ".5f"),
+            Column("treatment_se", "± text", ".4f"), Column("delta", "Δ NLL", "+.5f"),
+            Column("delta_se", "± text", ".5f"),
             Column("control_ppl", "Control PPL", ".3f"), Column("treatment_ppl", "Treatment PPL", ".3f"), PERPLEXITY,
             Column("control_bits_per_byte", "Control bits/byte", ".4f"),
             Column("treatment_bits_per_byte", "Treatment bits/byte", ".4f"), MARKS],
-            "± text: standard error over evaluation windows, of Δ over their differences (neighbours share documents: a "
-            "floor)."),
+            "± text: standard error over evaluation windows, of Δ over their differences (neighbours share documents: "
+            "a floor)."),
         Table("milestones", "Milestones", out["milestones"], [
             SCALE, ARMS, TOKENS, N, CONTROL_NLL, TREATMENT_NLL, CHANGE, T_CI, WON]),
         Table("trends", "Change of Δ between milestones (Figure 3)", out["trends"], [
             SCALE, ARMS, Column("from_budget", "From"), Column("budget", "To"), N,
             Column("from_change", "Δ from", "+.4f", "spread"), Column("change", "Δ to", "+.4f", "spread"),
             Column("mean", "Change", "+.6f"), SD, T_CI, Column("verdict", "Reading")],
-            "By seed, with a 95% t interval, each by itself. At all but the last milestone the learning rate has not decayed."),
+            "By seed, with a 95% t interval, each by itself. At all but the last milestone the learning rate has "
+            "not decayed."),
         js_table(out),
         Table("crossed", "Arm by backend", out["crossed"], [
             SCALE, ARMS, TOKENS, N, Column("first", "First"), Column("second", "Second"),
-            Column("first_change", "Δ NLL, first", "+.6f", "spread"), Column("second_change", "Δ NLL, second", "+.6f", "spread"),
+            Column("first_change", "Δ NLL, first", "+.6f", "spread"),
+            Column("second_change", "Δ NLL, second", "+.6f", "spread"),
             Column("control_shift", "Control, second - first", "+.6f", "spread"),
             Column("treatment_shift", "Treatment, second - first", "+.6f", "spread"),
             Column("interaction", "Interaction", "+.6f"), SD, T_CI],
-            "Δ between the arms under the first and the second backend, each arm's own change from first to second, and last "
-            "the interaction, Δ under the second - Δ under the first, by seed: what the backend does to the comparison."),
+            "Δ between the arms under the first and the second backend, each arm's own change from first to second, "
+            "and last the interaction, Δ under the second - Δ under the first, by seed: what the backend does to the "
+            "comparison."),
         Table("noise_floor", "Noise floor: A/A comparisons", [{**c, **p} for c in out["floor"] for p in c["pairs"]], [
-            Column("treatment", "Treatment"), Column("control", "Control"), SEED, TOKENS, Column("delta", "Δ NLL", "+.5f"), MARKS],
+            Column("treatment", "Treatment"), Column("control", "Control"), SEED, TOKENS,
+            Column("delta", "Δ NLL", "+.5f"), MARKS],
             "A difference of this size is noise."),
         configurations_table(out),
-        Table("efficiency", "Efficiency (Appendix E)", pairs, [
-            SCALE, ARMS, SEED, Column("control_backend", "Control backend"), Column("treatment_backend", "Treatment backend"),
-            Column("control_speed", "Control tokens/s", ",.0f"), Column("treatment_speed", "Treatment tokens/s", ",.0f"),
-            Column("speed_ratio", "Change", "+.1%"), Column("control_gb", "Control peak GB", ".3f"),
-            Column("treatment_gb", "Treatment peak GB", ".3f"), Column("memory_ratio", "Change", "+.1%")],
-            "Changes on one backend and device only; speeds of a shared machine are no comparison (train.py --benchmark is). "
-            "The paper, reference route, seed 123: S 56,158 and 50,505 tokens/s (-10.1%), 16.005 and 17.647 GB; M 21,616 and "
-            "19,697 (-8.9%), 21.015 and 23.132 GB.")]
+        efficiency_table(pairs)]
     return [t for t in made if t.rows]
 
 
+def efficiency_table(pairs: list[dict]) -> Table:
+    return Table("efficiency", "Efficiency (Appendix E)", pairs, [
+        SCALE, ARMS, SEED, Column("control_backend", "Control backend"),
+        Column("treatment_backend", "Treatment backend"), Column("control_speed", "Control tokens/s", ",.0f"),
+        Column("treatment_speed", "Treatment tokens/s", ",.0f"), Column("speed_ratio", "Change", "+.1%"),
+        Column("control_gb", "Control peak GB", ".3f"), Column("treatment_gb", "Treatment peak GB", ".3f"),
+        Column("memory_ratio", "Change", "+.1%")],
+        "Changes on one backend and device only; speeds of a shared machine are no comparison (train.py --benchmark "
+        "is). The paper, reference route, seed 123: S 56,158 and 50,505 tokens/s (-10.1%), 16.005 and 17.647 GB; M "
+        "21,616 and 19,697 (-8.9%), 21.015 and 23.132 GB.")
+
+
 def controls_table(out: dict) -> Table:
-    """Table 2: a row for each scale, at the last step that most arms have reached. All its arms share their seeds: those
-    that every arm has, or else the seed that most have, and the others a dash."""
+    """Table 2: a row for each scale, at the last step that most arms have reached. All its arms share their seeds:
+    those that every arm has, or else the seed that most have, and the others a dash."""
     rows, steps, arms = [], {}, {}
     for c in out["milestones"]:
         steps.setdefault((c["scale"], c["max_steps"]), {}).setdefault(c["step"], []).append(c)
@@ -1352,7 +1385,8 @@ def controls_table(out: dict) -> Table:
         rows.append(row)
     columns = [SCALE, TOKENS, Column("seeds", "Seeds"), Column("control", out["control"], ".4f")]
     columns += [Column(key, arm, ".4f") for key, arm in arms.items()]
-    return Table("table2_controls", "Controls (Table 2)", rows, columns, "NLL over the same seeds in a row. " + SAME_AS_BLOCK["average"])
+    return Table("table2_controls", "Controls (Table 2)", rows, columns,
+                 "NLL over the same seeds in a row. " + SAME_AS_BLOCK["average"])
 
 
 def js_table(out: dict) -> Table:
@@ -1433,9 +1467,12 @@ def report(out: dict, figures: dict[str, str] | None = None) -> str:
     """Conclusions, estimates, and what is wrong; with `figures` {name: caption} every table and figure too."""
     comparisons = out["comparisons"]
     lines = [f"# {plural(len(comparisons), 'comparison')} with {out['control']} on the {out['split']} split", ""]
+    if len(comparisons) > 2:
+        lines += [wrapped(text) for text in summary(comparisons)] + [""]
     for c in comparisons:
         size = count(c["runs"][0].treatment.config.get("n_params"))
-        lines.append(f"**{c['scale']}, {c['arms']}** ({size} parameters, {c['budget']} tokens, {plural(c['n'], 'pair')})")
+        pairs = plural(c["n"], "pair")
+        lines.append(f"**{c['scale']}, {c['arms']}** ({pairs}; {size} parameters; tokens: {c['budget']})")
         lines += [wrapped(text) for text in c["evidence"].splitlines()] + [""]
     lines += [textwrap.fill(" ".join(trust(comparisons)), 158), ""] if comparisons else []
     if figures is None:
@@ -1445,14 +1482,35 @@ def report(out: dict, figures: dict[str, str] | None = None) -> str:
         lines += [f"![{caption}]({name}.png)\n" for name, caption in figures.items()]
     if out["problems"]:
         lines += ["### Left out, refused, unfinished, unplanned or missing", ""]
-        lines += [f"- {p['run']}: {p['why']}" for p in out["problems"]]
+        reasons: dict[str, list[str]] = {}
+        for p in out["problems"]:
+            reasons.setdefault(p["why"], []).append(p["run"])
+        for why, runs in reasons.items():
+            if len(runs) == 1:
+                lines.append(wrapped(f"{runs[0]}: {why}"))
+            else:
+                lines.append(wrapped(f"{len(runs)} runs, {why}: {', '.join(runs)}"))
     if figures is None and comparisons:
-        lines.append(("\n" if out["problems"] else "Nothing was left out. ") + "Pairs, milestones, JS by layer, configurations, efficiency and figures: --out=FOLDER.")
+        lines.append("" if out["problems"] else "Nothing was left out.")
+        lines.append("Pairs, milestones, JS by layer, configurations, efficiency and figures: --out=FOLDER.")
     return "\n".join(lines).rstrip()
 
 
+def summary(comparisons: list[dict]) -> list[str]:
+    """Which arms got which verdict, a sentence for each verdict."""
+    lines = []
+    words = {"better": "Better than {}", "worse": "Worse than {}", "undecided": "Not decided against {}",
+             "same function": "The same function as {}", "no test": "No test against {}"}
+    for verdict, text in words.items():
+        arms = [f"{c['scale']} {c['arm']}" for c in comparisons if c["verdict"] == verdict]
+        if arms:
+            lines.append(f"{text.format(comparisons[0]['control'])}: {', '.join(arms)}.")
+    return lines
+
+
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 158, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 158, initial_indent="- ", subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1461,21 +1519,23 @@ def wrapped(text: str) -> str:
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's
 DASHES = ["-", "--", "-.", ":"]  # with the colours, 28 curves that differ
 ZERO = dict(color="0.6", lw=0.8, ls="--")
-STYLE = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42, "legend.frameon": False,
+STYLE = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
+         "legend.frameon": False,
          "figure.constrained_layout.use": True, "legend.handlelength": 2.8}
 
 
 def draw(out: dict, folder: Path) -> dict[str, str]:
-    """Write the figures as png and pdf; returns {name: caption}. Every comparison is in figures 2 and 3, every arm with two
-    reads in figure 4."""
+    """Write the figures as png and pdf; returns {name: caption}. Every comparison is in figures 2 and 3, every arm with
+    two reads in figure 4."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     shown, captions = out["comparisons"], {}
     reads = [c for c in shown if c["js"] and c["treatment"] not in SAME_AS_BLOCK]
     with plt.rc_context(STYLE):
-        for name, drawing, of in (("figure2_effects", draw_effects, shown), ("figure3_milestones", draw_milestones, shown),
-                                  ("figure4_js", draw_js, reads), ("training_curves", draw_curves, shown[:1])):
+        for name, drawing, of in (
+                ("figure2_effects", draw_effects, shown), ("figure3_milestones", draw_milestones, shown),
+                ("figure4_js", draw_js, reads), ("training_curves", draw_curves, shown[:1])):
             if not of:
                 continue
             fig, caption = drawing(plt, of, out)
@@ -1491,7 +1551,8 @@ def sample_sizes(of: list[dict]) -> str:
     """S rd, q_kv: n = 5 (seeds ...); M rd: n = 1 (seed 123)."""
     arms: dict[str, list[str]] = {}
     for c in of:
-        arms.setdefault(f"n = {c['n']} ({'seed' if c['n'] == 1 else 'seeds'} {listed(c['seeds'])})", []).append(f"{c['scale']} {c['arm']}")
+        word = "seed" if c["n"] == 1 else "seeds"
+        arms.setdefault(f"n = {c['n']} ({word} {listed(c['seeds'])})", []).append(f"{c['scale']} {c['arm']}")
     return "; ".join(f"{', '.join(names)}: {n}" for n, names in arms.items()) + "."
 
 
@@ -1515,8 +1576,8 @@ def draw_effects(plt, of: list[dict], out: dict):
     ax.set_yticks(range(len(of)), [f"{c['scale']} {c['arms']}\n{c['budget']}" for c in of])
     ax.set_ylim(len(of) - 0.5, -0.5)
     ax.set_xlabel("difference in NLL (nats per token)")
-    return fig, ("Paired NLL differences: points are seeds, thick marks means, black lines 95% t intervals, grey ones bootstrap "
-                 "intervals, which are too short at these n; below 0 the treatment is better.")
+    return fig, ("Paired NLL differences: points are seeds, thick marks means, black lines 95% t intervals, grey ones "
+                 "bootstrap intervals, which are too short at these n; below 0 the treatment is better.")
 
 
 def draw_milestones(plt, of: list[dict], out: dict):
@@ -1535,12 +1596,13 @@ def draw_milestones(plt, of: list[dict], out: dict):
         ax.axhline(0, **ZERO)
         ax.set(title=scale, xlabel="tokens (M)", xscale="log")
         ticks = sorted({m["tokens"] / 1e6 for m in out["milestones"] if m["scale"] == scale and m["tokens"]})
-        ax.set_xticks(ticks, [f"{t:.3g}" for t in ticks], minor=False)
+        ax.set_xticks(ticks, [f"{t:,.0f}" if t >= 100 else f"{t:.3g}" for t in ticks], minor=False)
         ax.set_xticks([], minor=True)
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2 if columns == 1 else 1, fontsize=6)
     for row in axes:
         row[0].set_ylabel("difference in NLL (nats per token)")
-    return fig, f"Difference in {out['split']} NLL to {out['control']} at each milestone: means over seeds, bands of one sd."
+    return fig, (f"Difference in {out['split']} NLL to {out['control']} at each milestone: means over seeds, bands of "
+                 "one sd.")
 
 
 def draw_js(plt, of: list[dict], out: dict):
@@ -1589,7 +1651,8 @@ class Flags:
     allow: str | None = flag(None, "comma list of settings in which the two runs of a pair may differ")
     primary: str | None = flag(None, "arm whose comparison is judged by itself, if plan.json named it before the runs")
     margin: float | None = flag(None, "difference in NLL too small to matter [the plan's]", least=1e-9)
-    speed: str | None = flag(None, "the arms' speed over the control's, arm=RATIO[:LEAST:MOST] or a file of train.py --benchmark")
+    speed: str | None = flag(None, "the arms' speed over the control's: arm=RATIO[:LEAST:MOST], or what train.py "
+                             "--benchmark saved")
     json: bool = flag(False, "print JSON only")
     out: str | None = flag(None, "folder for tables (md, csv, tex, json) and figures (png, pdf)", path=True)
     strict: bool = flag(False, "refuse pairs that differ in backend, dtype, compile, device, versions or code")
@@ -1620,7 +1683,8 @@ def main(argv: list[str]) -> int:
     if not flags.folders:
         raise BadInput("which runs? python stats.py runs/")
     allow = [k.strip() for k in (flags.allow or "").split(",") if k.strip()]
-    out = analyse(flags.folders, flags.control, flags.split, allow, flags.strict, flags.primary, flags.margin, flags.speed)
+    out = analyse(flags.folders, flags.control, flags.split, allow, flags.strict, flags.primary, flags.margin,
+                  flags.speed)
     if flags.out:
         write_report(out, Path(flags.out).expanduser())
     print(to_json(public(out), indent=1) if flags.json else report(out))
