@@ -250,7 +250,7 @@ def read_json(path: str | os.PathLike) -> dict:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
         raise BadInput(f"{path}: {os.strerror(e.errno)}") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:  # the latter: nested deeper than this Python's parser follows
         raise BadInput(f"{path} is not valid JSON ({e})") from None
     if not isinstance(value, dict):
         raise BadInput(f"{path} holds {type(value).__name__}, not a JSON object")

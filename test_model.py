@@ -895,7 +895,7 @@ def check_gradients(model, x, y):
             assert p.grad is None
             continue
         assert p.grad is not None, f"{name} would stall DistributedDataParallel"
-        way, h = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-6
+        way, h = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-7
         with torch.no_grad():
             p += h * way
             up = loss()
@@ -1320,8 +1320,8 @@ def test_model_rivals_at_their_start():
                     g.copy_(layer.attn_norm)
             away[a] = apart(start[a], plain)
     assert all(away[a] < 1e-6 for a in ("denseformer", "mudd", "mudd_rd")), away
-    # n streams summed before the last norm, a mixture 1/K or 1 + 1/K times the stream: only eps / mean square differs
-    assert all(away[a] < 3e-2 for a in ("full", "full_rd", "mhar", "lowrank", "delta", "hc")), away
+    # n streams summed before the last norm, a mixture 1/K or 1 + 1/K times the stream: only eps differs, so that a tiny one
+    # leaves nothing
     tight = {a: apart(copied_from_start(a, 1e-14), copied_from_start("plain", 1e-14)) for a in
              ("full", "full_rd", "mhar", "lowrank", "delta", "hc")}
     assert all(t < 3e-6 for t in tight.values()), tight
