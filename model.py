@@ -68,28 +68,37 @@ class GPTConfig:
                            choices=("auto", "reference", "fused"))
 
     def __post_init__(self):
-        arm, d, problems = find_arm(self.arch), self.n_embd, []
+        problems = []
         for field in dataclasses.fields(self):
-            value, rules = getattr(self, field.name), field.metadata
-            if rules["least"] is not None and not rules["least"] <= value <= rules["most"]:
-                most = f" and at most {rules['most']:g}" if rules["most"] < math.inf else ""
-                problems.append(f"{field.name}={value} must be at least {rules['least']:g}{most}")
-            if rules["choices"] and value is not field.default and value not in rules["choices"]:
-                problems.append(f"{field.name}={value} must be {' or '.join(rules['choices'])}")
-        if self.backend == "fused" and not arm.fused:
-            problems.append(f"--arch={self.arch} has no fused path: use --backend=reference, or auto, which takes it")
-        if not problems and d % self.n_head:
-            fitting = [h for h in range(1, d + 1) if d % h == 0 and d // h % 2 == 0]
-            near = min(fitting, key=lambda h: abs(h - self.n_head), default=1)
-            problems.append(f"n_embd={d} is not divisible by n_head={self.n_head}; nearest n_head: {near}")
-        elif not problems and d // self.n_head % 2:
-            problems.append(f"the head dimension n_embd / n_head = {d // self.n_head} must be even for RoPE")
-        if not problems and d % arm.heads:
-            problems.append(f"--arch={self.arch}: heads={arm.heads} must divide n_embd={d}")
-        if not problems and arm.rank > d and "rank=" in self.arch:  # the table's own rank gives way to a small width
-            problems.append(f"--arch={self.arch}: rank={arm.rank} must not exceed n_embd={d}")
+            value = getattr(self, field.name)
+            wrong = complaint(value, field)
+            if wrong:
+                problems.append(f"{field.name}={value} {wrong}")
+        if isinstance(self.arch, str):
+            try:
+                arm = find_arm(self.arch)
+            except ValueError as e:
+                problems.append(str(e))
+        if not problems:  # what follows compares settings that are sound by themselves
+            problems = self.misfits(arm)
         if problems:
             raise ValueError("\n".join(problems))
+
+    def misfits(self, arm: Arm) -> list[str]:
+        """What is wrong between settings that are each possible."""
+        d, found = self.n_embd, []
+        if d % (2 * self.n_head):
+            fitting = [h for h in range(1, d + 1) if d % (2 * h) == 0]
+            near = min(fitting, key=lambda h: abs(h - self.n_head), default="none, n_embd is odd")
+            found.append(f"n_embd={d} is not divisible by n_head={self.n_head} into heads of an even width, which RoPE "
+                         f"needs; nearest n_head: {near}")
+        if d % arm.heads:
+            found.append(f"--arch={self.arch}: heads={arm.heads} must divide n_embd={d}")
+        if arm.rank > d and "rank=" in self.arch:  # the table's own rank gives way to a small width
+            found.append(f"--arch={self.arch}: rank={arm.rank} must not exceed n_embd={d}")
+        if self.backend == "fused" and not arm.fused:
+            found.append(f"--arch={self.arch} has no fused path: use --backend=reference, or auto, which takes it")
+        return found
 
     @classmethod
     def from_scale(cls, scale: str, arch: str = "rd", **overrides) -> GPTConfig:
@@ -101,10 +110,20 @@ class GPTConfig:
     @classmethod
     def from_run(cls, config: dict) -> GPTConfig:
         """The model of a run's config.json, whatever else stands in it."""
-        try:
-            return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
-        except TypeError as e:  # a text where a number belongs
-            raise ValueError(f"config.json holds a setting of the wrong type ({e})") from None
+        return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
+
+
+def complaint(value, field: dataclasses.Field) -> str | None:
+    """Why `value` cannot stand in `field`, or None where it can."""
+    rules, kind = field.metadata, type(field.default)
+    if rules["choices"]:
+        return None if value is field.default or value in rules["choices"] else f"must be {' or '.join(rules['choices'])}"
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        return {str: "must be text", int: "must be a whole number", float: "must be a number"}[kind]
+    if rules["least"] is not None and not rules["least"] <= value <= rules["most"]:
+        most = f" and at most {rules['most']:g}" if rules["most"] < math.inf else ""
+        return f"must be at least {rules['least']:g}{most}"
+    return None
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
@@ -193,7 +212,8 @@ class Routes(Depth):
     def __init__(self, x: torch.Tensor, c: GPTConfig, arm: Arm, record: list | None):
         backend, _ = choose_backend(c.backend if arm.fused else "reference", x.device)
         super().__init__(x, backend=backend, eps=c.eps, record=None if record is None else [])
-        self.arm, self.full, self.past, self.kept, self.parameters = arm, arm.sources == "full", [], record, {}
+        self.arm, self.full = arm, arm.sources == "full"
+        self.kept, self.past, self.parameters = record, [], {}
 
     def read(self, read: Read, out_gain: torch.Tensor | None, ahead: Read | None = None, last: bool = False,
              feeds: tuple[str, ...] = ()) -> tuple[torch.Tensor, ...]:
@@ -216,9 +236,9 @@ class Routes(Depth):
         return self.parameters[read, feeds]
 
     def write(self, out: torch.Tensor) -> None:
+        super().write(out)
         if self.full:
             self.finish_block()
-        super().write(out)
 
 
 class Stream:
@@ -331,6 +351,11 @@ def nll_of_rows(h: torch.Tensor, low: torch.Tensor, targets: torch.Tensor) -> tu
     return (total.log() - of_target).squeeze(1), powers, total
 
 
+def head_chunk(device: torch.device) -> int:
+    """Rows of logits held at once: at 32,768 entries 64 MB or 256 MB of float32."""
+    return 512 if device.type == "cpu" else 2048
+
+
 class HeadLoss(torch.autograd.Function):
     """Mean next-token NLL of h [N, d] under the tied head w [V, d], without ever holding [N, V] logits.
 
@@ -345,7 +370,7 @@ class HeadLoss(torch.autograd.Function):
         low, N = w.to(h.dtype), len(h)
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         dh = torch.empty_like(h) if want_h else None
-        dw = torch.empty_like(w, dtype=torch.float32) if want_w else None
+        dw = torch.zeros_like(w, dtype=torch.float32) if want_w else None
         for i in range(0, N, chunk):
             rows, t = h[i:i + chunk], targets[i:i + chunk]
             nll, powers, sums = nll_of_rows(rows, low, t)
@@ -356,9 +381,9 @@ class HeadLoss(torch.autograd.Function):
             if want_h:
                 torch.mm(grad, low, out=dh[i:i + chunk])
             if want_w and grad.dtype == dw.dtype:
-                dw.addmm_(grad.t(), rows, beta=int(i > 0))
+                dw.addmm_(grad.t(), rows)
             elif want_w:
-                dw.add_(grad.t() @ rows) if i else dw.copy_(grad.t() @ rows)
+                dw += grad.t() @ rows
         ctx.save_for_backward(dh, dw)
         return (total / N).float()
 
@@ -399,15 +424,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """N(0, init_std) for every matrix, each from a generator of its own; gains one, queries zero."""
-        routing = self.routing_names()
-        deviations = {f"{m}.{n}": std for m, mixer in self.mixers().items() for n, std in mixer.random.items()}
-        for name, p in self.named_parameters():
-            if p.dim() >= 2 and name not in routing:
-                deviations[name] = self.config.init_std
-            if name in deviations:
-                digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-                p.copy_((deviations[name] * portable_normal(p.numel(), generator)).view(p.shape))
+        deviations = {name: self.config.init_std for name, kind in self.kinds().items() if kind == "matrices"}
+        for prefix, mixer in self.mixers().items():
+            deviations.update({f"{prefix}.{name}": std for name, std in mixer.random.items()})
+        for name, std in deviations.items():
+            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            p = self.get_parameter(name)
+            p.copy_((std * portable_normal(p.numel(), generator)).view(p.shape))
 
     def hidden(self, idx: torch.Tensor, record: list | None = None) -> torch.Tensor:
         """The normalised state [B, T, d] that the head reads. `record` collects the Weights of every mixture over
@@ -416,20 +440,18 @@ class GPT(nn.Module):
         if idx.shape[-1] > c.context:
             raise ValueError(f"{idx.shape[-1]} tokens do not fit the context of {c.context}")
         # cast once, so that every arm, plain included, adds its residuals in the same precision
-        x = F.embedding(idx, self.wte).to(self.residual_dtype())
+        x = F.embedding(idx, self.wte).to(self.compute_dtype() if c.residual_dtype is None else getattr(torch, c.residual_dtype))
         depth = (self.memory or self.arm.depth)(x, c, self.arm, record)
-        every = 1 if self.arm.sources == "full" else c.block_layers  # a full form ends its own at the MLP as well
         for l, layer in enumerate(self.layers):
-            if l % every == 0:
+            if l % c.block_layers == 0:
                 depth.finish_block()
             layer(depth, self.rope)
         depth.finish_block()
         (h,) = depth.read(self.out_read, self.out_norm, last=True)
         return h
 
-    def residual_dtype(self) -> torch.dtype:
-        if self.config.residual_dtype:
-            return getattr(torch, self.config.residual_dtype)
+    def compute_dtype(self) -> torch.dtype:
+        """Autocast's where it is on, else that of the parameters."""
         device = self.wte.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.dtype
 
@@ -437,27 +459,18 @@ class GPT(nn.Module):
         h = self.hidden(idx, record)
         if targets is None:
             return F.linear(h, self.wte).float()
+        rows = h.flatten(0, 1).to(self.compute_dtype())
         with torch.autocast(h.device.type, enabled=False):
-            return None, HeadLoss.apply(*self.head_inputs(h, targets), self.head_chunk(h.device))
+            return None, HeadLoss.apply(rows, self.wte, targets.flatten(), head_chunk(h.device))
 
     @torch.no_grad()
     def token_nll(self, idx: torch.Tensor, targets: torch.Tensor, record: list | None = None) -> torch.Tensor:
         """NLL of every target in nats, float32 [B, T]."""
-        h, w, t = self.head_inputs(self.hidden(idx, record), targets)
-        with torch.autocast(h.device.type, enabled=False):
-            low, chunk = w.to(h.dtype), self.head_chunk(h.device)
-            nll = [nll_of_rows(a, low, b)[0] for a, b in zip(h.split(chunk), t.split(chunk))]
-        return torch.cat(nll).view(targets.shape)
-
-    def head_inputs(self, h: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """h [N, d] in the compute dtype, the head [V, d], targets [N]."""
-        device = h.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.dtype
-        return h.flatten(0, 1).to(low), self.wte, targets.flatten()
-
-    @staticmethod
-    def head_chunk(device: torch.device) -> int:
-        return 512 if device.type == "cpu" else 2048  # rows; at 32,768 entries 64 MB or 256 MB of float32 logits
+        rows, chunk = self.hidden(idx, record).flatten(0, 1).to(self.compute_dtype()), head_chunk(idx.device)
+        with torch.autocast(idx.device.type, enabled=False):
+            low = self.wte.to(rows.dtype)
+            pairs = zip(rows.split(chunk), targets.flatten().split(chunk))
+            return torch.cat([nll_of_rows(h, low, t)[0] for h, t in pairs]).view(targets.shape)
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
@@ -508,23 +521,27 @@ class GPT(nn.Module):
         """Names of all parameters that mix over depth: queries, key-norm gains, and whatever else a Mixer holds."""
         return {f"{m}.{name}" for m, mixer in self.mixers().items() for name, _ in mixer.named_parameters()}
 
+    def kinds(self) -> dict[str, str]:
+        """The kind of every parameter: `matrices`, `queries` of a depth read, or `gains`, which is all else."""
+        routing, kinds = self.routing_names(), {}
+        for name, p in self.named_parameters():
+            kinds[name] = "matrices" if p.dim() >= 2 and name not in routing else "gains"
+            if ".query." in name:
+                kinds[name] = "queries"
+        return kinds
+
     def param_groups(self, lr: float, weight_decay: float, route_lr_mult: float = 1.0) -> list[dict]:
         """AdamW groups: decay on matrices (the tied embedding included), none on one-dimensional or routing
         parameters. Route queries learn at `lr * route_lr_mult`. Frozen parameters are in no group."""
-        routing = self.routing_names()
-        groups = {"matrices": dict(weight_decay=weight_decay, mult=1.0), "gains": dict(weight_decay=0.0, mult=1.0),
-                  "queries": dict(weight_decay=0.0, mult=route_lr_mult)}
-        for kind, group in groups.items():
-            group.update(kind=kind, params=[], names=[], lr=lr * group["mult"])
-        for name, p in self.named_parameters():
-            if not p.requires_grad:
-                continue
-            kind = "matrices" if p.dim() >= 2 and name not in routing else "gains"
-            if ".query." in name:
-                kind = "queries"
-            groups[kind]["params"].append(p)
-            groups[kind]["names"].append(name)
-        return [group for group in groups.values() if group["params"]]
+        groups, kinds = [], self.kinds()
+        for kind in ("matrices", "gains", "queries"):
+            named = {name: p for name, p in self.named_parameters() if kinds[name] == kind and p.requires_grad}
+            mult = route_lr_mult if kind == "queries" else 1.0
+            decay = weight_decay if kind == "matrices" else 0.0
+            if named:
+                groups.append(dict(kind=kind, names=list(named), params=list(named.values()), lr=lr * mult, mult=mult,
+                                   weight_decay=decay))
+        return groups
 
     def count(self) -> dict[str, int]:
         """Parameters: total, of the routes, frozen; and FLOPs of one training token, forward and backward.
@@ -532,9 +549,9 @@ class GPT(nn.Module):
         FLOPs: 6 for each weight of a matrix product (the head included, the embedding's look-up not) and
         6 L T d for causal attention's two products; routes, norms and activations are left out.
         """
-        c, routing = self.config, self.routing_names()
+        c, kinds, routing = self.config, self.kinds(), self.routing_names()
         sizes = {name: p.numel() for name, p in self.named_parameters()}
-        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() >= 2 and name not in routing)
+        matrices = sum(n for name, n in sizes.items() if kinds[name] == "matrices")
         return dict(total=sum(sizes.values()), routing=sum(sizes[name] for name in routing),
                     frozen=sum(p.numel() for p in self.parameters() if not p.requires_grad),
                     flops_per_token=6 * matrices + 6 * c.n_layer * c.context * c.n_embd)
