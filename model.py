@@ -117,7 +117,8 @@ def complaint(value, field: dataclasses.Field) -> str | None:
     """Why `value` cannot stand in `field`, or None where it can."""
     rules, kind = field.metadata, type(field.default)
     if rules["choices"]:
-        return None if value is field.default or value in rules["choices"] else f"must be {' or '.join(rules['choices'])}"
+        fits = value is field.default or value in rules["choices"]
+        return None if fits else f"must be {' or '.join(rules['choices'])}"
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
         return {str: "must be text", int: "must be a whole number", float: "must be a number"}[kind]
     if rules["least"] is not None and not rules["least"] <= value <= rules["most"]:
@@ -151,7 +152,7 @@ class Weights(typing.NamedTuple):
     layer: int  # L for the output
     read: str
     weights: torch.Tensor  # float32 [K, N], sources in order
-    running: bool  # whether the last source is a block still being summed
+    running: bool = False  # whether the last source is a block still being summed
 
 
 class Mixer(nn.Module):
@@ -171,11 +172,11 @@ class Mixer(nn.Module):
         self.eps, self.layer, self.feeds = c.eps, k // 2, feeds
         self.start(c, arm, k)
 
-    def keep(self, record: list | None, weights: torch.Tensor) -> None:
+    def keep(self, record: list | None, weights: torch.Tensor, running: bool = False) -> None:
         """Append weights [..., R, K], a row for each of `names`, to `record`."""
         if record is not None:
             by_row = weights.detach().flatten(0, -3).permute(1, 2, 0)
-            record += [Weights(self.layer, name, w, False) for name, w in zip(self.names, by_row)]
+            record += [Weights(self.layer, name, w, running) for name, w in zip(self.names, by_row)]
 
 
 class Read(Mixer):
@@ -225,8 +226,8 @@ class Routes(Depth):
         hs = super().read(*self.of(read, feeds), out_gain, begun, last)
         if self.kept is not None:
             running = not last and self.partial is not None
-            names = feeds or read.feeds
-            self.kept += [Weights(read.layer, name, w, running) for name, w in zip(names, self.record.pop())]
+            named = zip(feeds or read.feeds, self.record.pop())
+            self.kept += [Weights(read.layer, name, w, running) for name, w in named]
         return hs
 
     def of(self, read: Read, feeds: tuple[str, ...] = ()):
@@ -440,7 +441,8 @@ class GPT(nn.Module):
         if idx.shape[-1] > c.context:
             raise ValueError(f"{idx.shape[-1]} tokens do not fit the context of {c.context}")
         # cast once, so that every arm, plain included, adds its residuals in the same precision
-        x = F.embedding(idx, self.wte).to(self.compute_dtype() if c.residual_dtype is None else getattr(torch, c.residual_dtype))
+        dtype = getattr(torch, c.residual_dtype) if c.residual_dtype else self.compute_dtype()
+        x = F.embedding(idx, self.wte).to(dtype)
         depth = (self.memory or self.arm.depth)(x, c, self.arm, record)
         for l, layer in enumerate(self.layers):
             if l % c.block_layers == 0:
@@ -477,16 +479,18 @@ class GPT(nn.Module):
                  generator: torch.Generator | None = None) -> torch.Tensor:
         """Continue idx [B, T] by `max_new_tokens`, each drawn given the last `context` tokens; temperature 0 takes the
         likeliest. Returns [B, T + max_new_tokens]. The same generator state gives the same tokens."""
+        if not temperature >= 0:
+            raise ValueError(f"temperature={temperature} must be at least 0")
         for _ in range(max_new_tokens):
             h = self.hidden(idx[:, -self.config.context:])[:, -1]
             logits = F.linear(h, self.wte).float()
-            if temperature == 0:
+            if temperature < 1e-30:  # float32 would divide by nothing, and the likeliest is all but certain
                 new = logits.argmax(-1, keepdim=True)
             else:
                 if top_k is not None:
                     kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -math.inf)
-                below = logits - logits.amax(-1, keepdim=True)  # so that the coldest temperature overflows nothing
+                below = logits - logits.amax(-1, keepdim=True)  # so that a cold temperature overflows nothing
                 new = torch.multinomial(F.softmax(below / temperature, dim=-1), 1, generator=generator)
             idx = torch.cat((idx, new), dim=1)
         return idx
@@ -507,7 +511,8 @@ class GPT(nn.Module):
             if source not in state or not p.requires_grad:
                 kept.append(name)
             elif state[source].shape != p.shape:
-                raise ValueError(f"{name} is {tuple(p.shape)} here and {tuple(state[source].shape)} in the model to start from")
+                theirs = tuple(state[source].shape)
+                raise ValueError(f"{name} is {tuple(p.shape)} here and {theirs} in the model to start from")
             else:
                 p.copy_(state[source])
         return kept
@@ -563,7 +568,8 @@ def logits_apart(one: tuple[GPTConfig, dict], other: tuple[GPTConfig, dict]) -> 
     of their logits over that of the first one's, on a few random tokens, in float64 and without the eps of the norms,
     by which a uniform mixture differs from the stream that it is a share of."""
     context = min(one[0].context, other[0].context, 32)
-    idx = torch.randint(min(one[0].vocab_size, other[0].vocab_size), (1, context), generator=torch.Generator().manual_seed(0))
+    vocabulary = min(one[0].vocab_size, other[0].vocab_size)
+    idx = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(0))
     logits = []
     for config, state in (one, other):
         bare = dataclasses.replace(config, backend="reference", residual_dtype=None, eps=1e-12)
@@ -603,7 +609,7 @@ def portable_normal(n: int, generator: torch.Generator) -> torch.Tensor:
 
 def lean(function, *args):
     """function(*args), out of autocast; for the backward it keeps `args` alone and computes again what lies between.
-    Mixing over depth keeps K sources by reference this way, where its intermediates would be K float32 copies a read."""
+    Mixing over depth keeps K sources by reference so, where its intermediates would be K float32 copies a read."""
     with torch.autocast(args[-1].device.type, enabled=False):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -614,18 +620,19 @@ def weighted_sum(weights: torch.Tensor, sources: typing.Sequence[torch.Tensor]) 
 
 
 class SlicedRoutes(Routes):
-    """Routes whose query is cut: into heads that each mix their own slice (Multi-Head AttnRes, 2607.27230), or down
-    to the last `rank` coordinates (sliced Low-Rank AttnRes, 2607.09694; jon123boss/LR-AttnRes). In plain torch."""
+    """Routes whose query is cut, in plain torch: into heads that each mix their own slice (Multi-Head AttnRes,
+    2607.27230), or down to the last `rank` coordinates (sliced Low-Rank AttnRes, 2607.09694; jon123boss/LR-AttnRes).
+
+    The release of the former has 8 heads over every sub-layer's output; here 2 over blocks are the default, for they
+    are two routes at no parameter, and `mhar:heads=8:sources=full` is the release's form. The latter's repository
+    divides the sum of a block by its number of sub-layers; here a block is the sum, as in every other arm."""
 
     fused = False
 
     def read(self, read, out_gain, ahead=None, last=False, feeds=()):
         queries, key_gain = self.of(read, feeds)
         h, weights = lean(self.mix, queries[0], key_gain, out_gain, *self.sources)
-        if self.kept is not None:
-            running = not last and self.partial is not None
-            for name, w in zip(read.names, weights.detach().flatten(0, -3).permute(1, 2, 0)):
-                self.kept.append(Weights(read.layer, name, w, running))
+        read.keep(self.kept, weights, not last and self.partial is not None)
         return (h,)
 
     def mix(self, query, key_gain, out_gain, *sources):
@@ -642,9 +649,10 @@ class SlicedRoutes(Routes):
 
 
 class DeltaRoutes(Routes):
-    """Delta AttnRes (2605.18855): the ordinary stream, plus a mixture of the embedding and what was added to it since, by
-    each sub-layer or in blocks: then the block being summed is no source. The release (wdlctc/delta-attention-residuals-code)
-    starts its queries at random, and its blocks push alternating sums instead of increments; this follows the paper."""
+    """Delta AttnRes (2605.18855): the ordinary stream, plus a mixture of the embedding and what was added to it since,
+    by each sub-layer or in blocks: then the block being summed is no source. This follows the paper; its release
+    (wdlctc/delta-attention-residuals-code) starts queries at random, and its blocks push alternating sums instead of
+    increments."""
 
     ends = False
 
@@ -708,8 +716,8 @@ class StaticWeights(Mixer):
 
 
 class DynamicWeights(StaticWeights):
-    """MUDDFormer (2502.12170; Caiyun-AI/MUDDFormer): to these a small MLP on the newest output adds its own at every token,
-    a way for each read, through a norm of its own, and one for the stream. FFN widths are not re-allocated."""
+    """MUDDFormer (2502.12170; Caiyun-AI/MUDDFormer): to these a small MLP on the newest output adds its own at every
+    token, a way for each read, through a norm of its own, and one for the stream. FFN widths are not re-allocated."""
 
     def start(self, c, arm, k):
         super().start(c, arm, k)
@@ -779,9 +787,9 @@ class HyperWeights(Mixer):
 
 
 class ManifoldWeights(HyperWeights):
-    """mHC (2512.24880; FFTYYY/mhc-lite): weights from all streams at once; those that read and write are positive, and a
-    doubly stochastic matrix mixes the streams, so that their sum passes unchanged. The 20 rounds of Sinkhorn are 40 small
-    launches a sub-layer, forward and again in the backward: on a GPU they bind."""
+    """mHC (2512.24880; FFTYYY/mhc-lite): weights from all streams at once; those that read and write are positive, and
+    a doubly stochastic matrix mixes the streams, so that their sum passes unchanged. The 20 rounds of Sinkhorn are 40
+    small launches a sub-layer, forward and again in the backward: on a GPU they bind."""
 
     def create(self, d: int, n: int, own: torch.Tensor) -> None:
         self.norm, self.phi = nn.Parameter(torch.ones(n * d)), nn.Parameter(torch.zeros(n * d, 2 * n + n * n))
@@ -799,8 +807,8 @@ class ManifoldWeights(HyperWeights):
 
 
 class ValueResidual(Mixer):
-    """ResFormer (2410.17897; Zcchill/Value-Residual-Learning): every later layer's V is half layer 0's. Learnable: one
-    weight a layer in a convex sum, where the release has two free ones."""
+    """ResFormer (2410.17897; Zcchill/Value-Residual-Learning): every later layer's V is half layer 0's, as in the
+    release, which has no learnable form. `learnable` is ours: one weight a layer, and V a convex sum by it."""
 
     def start(self, c, arm, k):
         self.weight = nn.Parameter(torch.tensor(0.5)) if arm.learnable and k else 0.5
@@ -811,8 +819,8 @@ class ValueResidual(Mixer):
 
 
 class DepthAttention(Mixer):
-    """Depth-Attention (2606.05014; hyq718/Depth-Attention): at each token and head the query attends to its own layer and
-    two earlier ones, and V is the mixture. Its authors normalise Q and K, which no arm here does."""
+    """Depth-Attention (2606.05014; hyq718/Depth-Attention): at each token and head the query attends to its own layer
+    and two earlier ones, and V is the mixture. Its authors normalise Q and K, which no arm here does."""
 
     fused = False
 
@@ -869,8 +877,10 @@ class Arm:
 
 
 stream = dict(reads=(), depth=Stream)
-dense, streams = dict(depth=DenseStream), dict(reads=(), depth=Streams)
-sliced = dict(depth=SlicedRoutes)
+dense = dict(depth=DenseStream)
+mudd = dict(mixer=DynamicWeights, **dense)
+streams = dict(reads=(), depth=Streams)
+heads, rank = (dict(depth=SlicedRoutes, options=(option, "sources")) for option in ("heads", "rank"))
 
 ARMS: dict[str, Arm] = {
     # The paper, sections 3 and 4 (its parent: Block AttnRes, arXiv 2603.15031), and the groupings
@@ -888,45 +898,48 @@ ARMS: dict[str, Arm] = {
     # Rivals; the source of each stands with its class
     "full": Arm("Full AttnRes (2603.15031): every sub-layer's output is a source", sources="full"),
     "full_rd": Arm("Full AttnRes with a V read of its own", reads=("qk", "v"), sources="full"),
-    "mhar": Arm("Multi-Head AttnRes: a softmax for each slice of the width", heads=2, options=("heads", "sources"), **sliced),
-    "lowrank": Arm("sliced Low-Rank AttnRes: keys are the last coordinates", rank=64, options=("rank", "sources"), **sliced),
+    "mhar": Arm("Multi-Head AttnRes: a softmax for each slice of the width", heads=2, **heads),
+    "lowrank": Arm("sliced Low-Rank AttnRes: keys are the last coordinates", rank=64, **rank),
     "delta": Arm("Delta AttnRes: the stream plus a read of its increments", depth=DeltaRoutes, sources="full"),
     "delta_block": Arm("Delta AttnRes over completed blocks' increments", depth=DeltaRoutes),
     "denseformer": Arm("DenseFormer: static averages of all layers' outputs", reads=(), mixer=StaticWeights, **dense),
     "resformer": Arm("Value Residual: V is half layer 0's", values=ValueResidual, options=("learnable",), **stream),
     "block_resformer": Arm("Block AttnRes with Value Residual", values=ValueResidual, options=("learnable",)),
     "depth_attention": Arm("Depth-Attention: V attends to earlier layers'", values=DepthAttention, **stream),
-    "mudd": Arm("MUDDFormer: dynamic averages for Q, K, V and the stream", reads=("q", "k", "v"), mixer=DynamicWeights, **dense),
-    "mudd_rd": Arm("MUDDFormer with one way for Q and K, matched to RD", reads=("qk", "v"), mixer=DynamicWeights, **dense),
+    "mudd": Arm("MUDDFormer: dynamic averages for Q, K, V and the stream", reads=("q", "k", "v"), **mudd),
+    "mudd_rd": Arm("MUDDFormer with one way for Q and K, matched to RD", reads=("qk", "v"), **mudd),
     "hc": Arm("Hyper-Connections, 4 streams", mixer=HyperWeights, **streams),
     "mhc": Arm("manifold-constrained Hyper-Connections, 4 streams", mixer=ManifoldWeights, **streams),
 }
-CHOICES = {"sources": ("block", "full"), "learnable": ("false", "true")}
+CHOICES = {  # values of an option by their text; the others are whole numbers
+    "sources": {"block": "block", "full": "full"},
+    "learnable": {"false": False, "true": True},
+}
 
 
 def find_arm(spec: str) -> Arm:
     """The arm of `name` or `name:option=value[:option=value]`. Raises ValueError with the nearest name."""
     if not isinstance(spec, str):
         raise ValueError(f"arch={spec!r} must be text")
-    name, *given = spec.split(":")
+    name, *words = spec.split(":")
     if name not in ARMS:
         raise ValueError(f"--arch={spec}: no such arm{nearest(name, ARMS) or '.'} The arms: {', '.join(ARMS)}")
     arm, values = ARMS[name], {}
-    takes = f"({name} takes {', '.join(arm.options) or 'none'})"
-    for key, _, text in (word.partition("=") for word in given):
-        choices = CHOICES.get(key)
-        if key in values:
-            raise ValueError(f"--arch={spec}: {key} is given twice {takes}")
+    for word in words:
+        key, _, text = word.partition("=")
+        known = CHOICES.get(key)
         if key not in arm.options:
-            raise ValueError(f"--arch={spec}: no such option {key!r}{nearest(key, arm.options)} {takes}")
-        if choices and text not in choices:
-            raise ValueError(f"--arch={spec}: {key} wants {' or '.join(choices)}")
-        if not choices and not (text.isascii() and text.isdigit() and int(text)):
-            raise ValueError(f"--arch={spec}: {key} wants a whole number of at least 1")
-        if key == "sources":
-            values[key] = text
+            problem = f"no such option {key!r}{nearest(key, arm.options)}"
+        elif key in values:
+            problem = f"{key} is given twice"
+        elif known:
+            problem = None if text in known else f"{key} wants {' or '.join(known)}"
         else:
-            values[key] = text == "true" if choices else int(text)
+            whole = text.isascii() and text.isdigit() and int(text) > 0
+            problem = None if whole else f"{key} wants a whole number of at least 1"
+        if problem:
+            raise ValueError(f"--arch={spec}: {problem} ({name} takes {', '.join(arm.options) or 'none'})")
+        values[key] = known[text] if known else int(text)
     return dataclasses.replace(arm, **values)
 
 
