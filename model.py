@@ -73,7 +73,7 @@ class GPTConfig:
             value = getattr(self, field.name)
             wrong = complaint(value, field)
             if wrong:
-                problems.append(f"{field.name}={value} {wrong}")
+                problems.append(f"{field.name}={value!r} {wrong}")
         if isinstance(self.arch, str):
             try:
                 arm = find_arm(self.arch)
@@ -442,6 +442,8 @@ class GPT(nn.Module):
             raise ValueError(f"{idx.shape[-1]} tokens do not fit the context of {c.context}")
         # cast once, so that every arm, plain included, adds its residuals in the same precision
         dtype = getattr(torch, c.residual_dtype) if c.residual_dtype else self.compute_dtype()
+        if dtype != self.wte.dtype and not torch.is_autocast_enabled(idx.device.type):
+            raise ValueError(f"residual_dtype={c.residual_dtype} beside products in another dtype needs autocast")
         x = F.embedding(idx, self.wte).to(dtype)
         depth = (self.memory or self.arm.depth)(x, c, self.arm, record)
         for l, layer in enumerate(self.layers):
