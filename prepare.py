@@ -714,7 +714,10 @@ def read_jsonl(path: Path, column: str) -> typing.Iterator[bytes | None]:
     try:
         with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as f:
             for number, line in enumerate(f, 1):
-                record = json.loads(line.removeprefix(b"\xef\xbb\xbf").strip().decode(errors="surrogateescape") or "{}")
+                line = line.removeprefix(b"\xef\xbb\xbf").strip()
+                if not line:
+                    continue
+                record = json.loads(line.decode(errors="surrogateescape"))
                 if not isinstance(record, dict) or number == 1 and column not in record:
                     raise ValueError(f"an object with {column!r} is expected: see --text_column")
                 if not isinstance(text := record.get(column), str | None):
