@@ -68,28 +68,37 @@ class GPTConfig:
                            choices=("auto", "reference", "fused"))
 
     def __post_init__(self):
-        arm, d, problems = find_arm(self.arch), self.n_embd, []
+        problems = []
         for field in dataclasses.fields(self):
-            value, rules = getattr(self, field.name), field.metadata
-            if rules["least"] is not None and not rules["least"] <= value <= rules["most"]:
-                most = f" and at most {rules['most']:g}" if rules["most"] < math.inf else ""
-                problems.append(f"{field.name}={value} must be at least {rules['least']:g}{most}")
-            if rules["choices"] and value is not field.default and value not in rules["choices"]:
-                problems.append(f"{field.name}={value} must be {' or '.join(rules['choices'])}")
-        if self.backend == "fused" and not arm.fused:
-            problems.append(f"--arch={self.arch} has no fused path: use --backend=reference, or auto, which takes it")
-        if not problems and d % self.n_head:
-            fitting = [h for h in range(1, d + 1) if d % h == 0 and d // h % 2 == 0]
-            near = min(fitting, key=lambda h: abs(h - self.n_head), default=1)
-            problems.append(f"n_embd={d} is not divisible by n_head={self.n_head}; nearest n_head: {near}")
-        elif not problems and d // self.n_head % 2:
-            problems.append(f"the head dimension n_embd / n_head = {d // self.n_head} must be even for RoPE")
-        if not problems and d % arm.heads:
-            problems.append(f"--arch={self.arch}: heads={arm.heads} must divide n_embd={d}")
-        if not problems and arm.rank > d and "rank=" in self.arch:  # the table's own rank gives way to a small width
-            problems.append(f"--arch={self.arch}: rank={arm.rank} must not exceed n_embd={d}")
+            value = getattr(self, field.name)
+            wrong = complaint(value, field)
+            if wrong:
+                problems.append(f"{field.name}={value!r} {wrong}")
+        if isinstance(self.arch, str):
+            try:
+                arm = find_arm(self.arch)
+            except ValueError as e:
+                problems.append(str(e))
+        if not problems:  # what follows compares settings that are sound by themselves
+            problems = self.misfits(arm)
         if problems:
             raise ValueError("\n".join(problems))
+
+    def misfits(self, arm: Arm) -> list[str]:
+        """What is wrong between settings that are each possible."""
+        d, found = self.n_embd, []
+        if d % (2 * self.n_head):
+            fitting = [h for h in range(1, d + 1) if d % (2 * h) == 0]
+            near = min(fitting, key=lambda h: abs(h - self.n_head), default="none, n_embd is odd")
+            found.append(f"n_embd={d} is not divisible by n_head={self.n_head} into heads of an even width, which RoPE "
+                         f"needs; nearest n_head: {near}")
+        if d % arm.heads:
+            found.append(f"--arch={self.arch}: heads={arm.heads} must divide n_embd={d}")
+        if arm.rank > d and "rank=" in self.arch:  # the table's own rank gives way to a small width
+            found.append(f"--arch={self.arch}: rank={arm.rank} must not exceed n_embd={d}")
+        if self.backend == "fused" and not arm.fused:
+            found.append(f"--arch={self.arch} has no fused path: use --backend=reference, or auto, which takes it")
+        return found
 
     @classmethod
     def from_scale(cls, scale: str, arch: str = "rd", **overrides) -> GPTConfig:
@@ -101,10 +110,21 @@ class GPTConfig:
     @classmethod
     def from_run(cls, config: dict) -> GPTConfig:
         """The model of a run's config.json, whatever else stands in it."""
-        try:
-            return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
-        except TypeError as e:  # a text where a number belongs
-            raise ValueError(f"config.json holds a setting of the wrong type ({e})") from None
+        return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
+
+
+def complaint(value, field: dataclasses.Field) -> str | None:
+    """Why `value` cannot stand in `field`, or None where it can."""
+    rules, kind = field.metadata, type(field.default)
+    if rules["choices"]:
+        fits = value is field.default or value in rules["choices"]
+        return None if fits else f"must be {' or '.join(rules['choices'])}"
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        return {str: "must be text", int: "must be a whole number", float: "must be a number"}[kind]
+    if rules["least"] is not None and not rules["least"] <= value <= rules["most"]:
+        most = f" and at most {rules['most']:g}" if rules["most"] < math.inf else ""
+        return f"must be at least {rules['least']:g}{most}"
+    return None
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
@@ -132,7 +152,7 @@ class Weights(typing.NamedTuple):
     layer: int  # L for the output
     read: str
     weights: torch.Tensor  # float32 [K, N], sources in order
-    running: bool  # whether the last source is a block still being summed
+    running: bool = False  # whether the last source is a block still being summed
 
 
 class Mixer(nn.Module):
@@ -152,11 +172,11 @@ class Mixer(nn.Module):
         self.eps, self.layer, self.feeds = c.eps, k // 2, feeds
         self.start(c, arm, k)
 
-    def keep(self, record: list | None, weights: torch.Tensor) -> None:
+    def keep(self, record: list | None, weights: torch.Tensor, running: bool = False) -> None:
         """Append weights [..., R, K], a row for each of `names`, to `record`."""
         if record is not None:
             by_row = weights.detach().flatten(0, -3).permute(1, 2, 0)
-            record += [Weights(self.layer, name, w, False) for name, w in zip(self.names, by_row)]
+            record += [Weights(self.layer, name, w, running) for name, w in zip(self.names, by_row)]
 
 
 class Read(Mixer):
@@ -193,7 +213,8 @@ class Routes(Depth):
     def __init__(self, x: torch.Tensor, c: GPTConfig, arm: Arm, record: list | None):
         backend, _ = choose_backend(c.backend if arm.fused else "reference", x.device)
         super().__init__(x, backend=backend, eps=c.eps, record=None if record is None else [])
-        self.arm, self.full, self.past, self.kept, self.parameters = arm, arm.sources == "full", [], record, {}
+        self.arm, self.full = arm, arm.sources == "full"
+        self.kept, self.past, self.parameters = record, [], {}
 
     def read(self, read: Read, out_gain: torch.Tensor | None, ahead: Read | None = None, last: bool = False,
              feeds: tuple[str, ...] = ()) -> tuple[torch.Tensor, ...]:
@@ -205,8 +226,8 @@ class Routes(Depth):
         hs = super().read(*self.of(read, feeds), out_gain, begun, last)
         if self.kept is not None:
             running = not last and self.partial is not None
-            names = feeds or read.feeds
-            self.kept += [Weights(read.layer, name, w, running) for name, w in zip(names, self.record.pop())]
+            named = zip(feeds or read.feeds, self.record.pop())
+            self.kept += [Weights(read.layer, name, w, running) for name, w in named]
         return hs
 
     def of(self, read: Read, feeds: tuple[str, ...] = ()):
@@ -216,9 +237,9 @@ class Routes(Depth):
         return self.parameters[read, feeds]
 
     def write(self, out: torch.Tensor) -> None:
+        super().write(out)
         if self.full:
             self.finish_block()
-        super().write(out)
 
 
 class Stream:
@@ -331,6 +352,11 @@ def nll_of_rows(h: torch.Tensor, low: torch.Tensor, targets: torch.Tensor) -> tu
     return (total.log() - of_target).squeeze(1), powers, total
 
 
+def head_chunk(device: torch.device) -> int:
+    """Rows of logits held at once: at 32,768 entries 64 MB or 256 MB of float32."""
+    return 512 if device.type == "cpu" else 2048
+
+
 class HeadLoss(torch.autograd.Function):
     """Mean next-token NLL of h [N, d] under the tied head w [V, d], without ever holding [N, V] logits.
 
@@ -345,7 +371,7 @@ class HeadLoss(torch.autograd.Function):
         low, N = w.to(h.dtype), len(h)
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         dh = torch.empty_like(h) if want_h else None
-        dw = torch.empty_like(w, dtype=torch.float32) if want_w else None
+        dw = torch.zeros_like(w, dtype=torch.float32) if want_w else None
         for i in range(0, N, chunk):
             rows, t = h[i:i + chunk], targets[i:i + chunk]
             nll, powers, sums = nll_of_rows(rows, low, t)
@@ -356,9 +382,9 @@ class HeadLoss(torch.autograd.Function):
             if want_h:
                 torch.mm(grad, low, out=dh[i:i + chunk])
             if want_w and grad.dtype == dw.dtype:
-                dw.addmm_(grad.t(), rows, beta=int(i > 0))
+                dw.addmm_(grad.t(), rows)
             elif want_w:
-                dw.add_(grad.t() @ rows) if i else dw.copy_(grad.t() @ rows)
+                dw += grad.t() @ rows
         ctx.save_for_backward(dh, dw)
         return (total / N).float()
 
@@ -399,15 +425,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """N(0, init_std) for every matrix, each from a generator of its own; gains one, queries zero."""
-        routing = self.routing_names()
-        deviations = {f"{m}.{n}": std for m, mixer in self.mixers().items() for n, std in mixer.random.items()}
-        for name, p in self.named_parameters():
-            if p.dim() >= 2 and name not in routing:
-                deviations[name] = self.config.init_std
-            if name in deviations:
-                digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-                p.copy_((deviations[name] * portable_normal(p.numel(), generator)).view(p.shape))
+        deviations = {name: self.config.init_std for name, kind in self.kinds().items() if kind == "matrices"}
+        for prefix, mixer in self.mixers().items():
+            deviations.update({f"{prefix}.{name}": std for name, std in mixer.random.items()})
+        for name, std in deviations.items():
+            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            p = self.get_parameter(name)
+            p.copy_((std * portable_normal(p.numel(), generator)).view(p.shape))
 
     def hidden(self, idx: torch.Tensor, record: list | None = None) -> torch.Tensor:
         """The normalised state [B, T, d] that the head reads. `record` collects the Weights of every mixture over
@@ -416,20 +441,21 @@ class GPT(nn.Module):
         if idx.shape[-1] > c.context:
             raise ValueError(f"{idx.shape[-1]} tokens do not fit the context of {c.context}")
         # cast once, so that every arm, plain included, adds its residuals in the same precision
-        x = F.embedding(idx, self.wte).to(self.residual_dtype())
+        dtype = getattr(torch, c.residual_dtype) if c.residual_dtype else self.compute_dtype()
+        if dtype != self.wte.dtype and not torch.is_autocast_enabled(idx.device.type):
+            raise ValueError(f"residual_dtype={c.residual_dtype} beside products in another dtype needs autocast")
+        x = F.embedding(idx, self.wte).to(dtype)
         depth = (self.memory or self.arm.depth)(x, c, self.arm, record)
-        every = 1 if self.arm.sources == "full" else c.block_layers  # a full form ends its own at the MLP as well
         for l, layer in enumerate(self.layers):
-            if l % every == 0:
+            if l % c.block_layers == 0:
                 depth.finish_block()
             layer(depth, self.rope)
         depth.finish_block()
         (h,) = depth.read(self.out_read, self.out_norm, last=True)
         return h
 
-    def residual_dtype(self) -> torch.dtype:
-        if self.config.residual_dtype:
-            return getattr(torch, self.config.residual_dtype)
+    def compute_dtype(self) -> torch.dtype:
+        """Autocast's where it is on, else that of the parameters."""
         device = self.wte.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.dtype
 
@@ -437,43 +463,36 @@ class GPT(nn.Module):
         h = self.hidden(idx, record)
         if targets is None:
             return F.linear(h, self.wte).float()
+        rows = h.flatten(0, 1).to(self.compute_dtype())
         with torch.autocast(h.device.type, enabled=False):
-            return None, HeadLoss.apply(*self.head_inputs(h, targets), self.head_chunk(h.device))
+            return None, HeadLoss.apply(rows, self.wte, targets.flatten(), head_chunk(h.device))
 
     @torch.no_grad()
     def token_nll(self, idx: torch.Tensor, targets: torch.Tensor, record: list | None = None) -> torch.Tensor:
         """NLL of every target in nats, float32 [B, T]."""
-        h, w, t = self.head_inputs(self.hidden(idx, record), targets)
-        with torch.autocast(h.device.type, enabled=False):
-            low, chunk = w.to(h.dtype), self.head_chunk(h.device)
-            nll = [nll_of_rows(a, low, b)[0] for a, b in zip(h.split(chunk), t.split(chunk))]
-        return torch.cat(nll).view(targets.shape)
-
-    def head_inputs(self, h: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """h [N, d] in the compute dtype, the head [V, d], targets [N]."""
-        device = h.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.dtype
-        return h.flatten(0, 1).to(low), self.wte, targets.flatten()
-
-    @staticmethod
-    def head_chunk(device: torch.device) -> int:
-        return 512 if device.type == "cpu" else 2048  # rows; at 32,768 entries 64 MB or 256 MB of float32 logits
+        rows, chunk = self.hidden(idx, record).flatten(0, 1).to(self.compute_dtype()), head_chunk(idx.device)
+        with torch.autocast(idx.device.type, enabled=False):
+            low = self.wte.to(rows.dtype)
+            pairs = zip(rows.split(chunk), targets.flatten().split(chunk))
+            return torch.cat([nll_of_rows(h, low, t)[0] for h, t in pairs]).view(targets.shape)
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
                  generator: torch.Generator | None = None) -> torch.Tensor:
         """Continue idx [B, T] by `max_new_tokens`, each drawn given the last `context` tokens; temperature 0 takes the
         likeliest. Returns [B, T + max_new_tokens]. The same generator state gives the same tokens."""
+        if not temperature >= 0:
+            raise ValueError(f"temperature={temperature} must be at least 0")
         for _ in range(max_new_tokens):
             h = self.hidden(idx[:, -self.config.context:])[:, -1]
             logits = F.linear(h, self.wte).float()
-            if temperature == 0:
+            if temperature < 1e-30:  # float32 would divide by nothing, and the likeliest is all but certain
                 new = logits.argmax(-1, keepdim=True)
             else:
                 if top_k is not None:
                     kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -math.inf)
-                below = logits - logits.amax(-1, keepdim=True)  # so that the coldest temperature overflows nothing
+                below = logits - logits.amax(-1, keepdim=True)  # so that a cold temperature overflows nothing
                 new = torch.multinomial(F.softmax(below / temperature, dim=-1), 1, generator=generator)
             idx = torch.cat((idx, new), dim=1)
         return idx
@@ -494,7 +513,8 @@ class GPT(nn.Module):
             if source not in state or not p.requires_grad:
                 kept.append(name)
             elif state[source].shape != p.shape:
-                raise ValueError(f"{name} is {tuple(p.shape)} here and {tuple(state[source].shape)} in the model to start from")
+                theirs = tuple(state[source].shape)
+                raise ValueError(f"{name} is {tuple(p.shape)} here and {theirs} in the model to start from")
             else:
                 p.copy_(state[source])
         return kept
@@ -508,23 +528,27 @@ class GPT(nn.Module):
         """Names of all parameters that mix over depth: queries, key-norm gains, and whatever else a Mixer holds."""
         return {f"{m}.{name}" for m, mixer in self.mixers().items() for name, _ in mixer.named_parameters()}
 
+    def kinds(self) -> dict[str, str]:
+        """The kind of every parameter: `matrices`, `queries` of a depth read, or `gains`, which is all else."""
+        routing, kinds = self.routing_names(), {}
+        for name, p in self.named_parameters():
+            kinds[name] = "matrices" if p.dim() >= 2 and name not in routing else "gains"
+            if ".query." in name:
+                kinds[name] = "queries"
+        return kinds
+
     def param_groups(self, lr: float, weight_decay: float, route_lr_mult: float = 1.0) -> list[dict]:
         """AdamW groups: decay on matrices (the tied embedding included), none on one-dimensional or routing
         parameters. Route queries learn at `lr * route_lr_mult`. Frozen parameters are in no group."""
-        routing = self.routing_names()
-        groups = {"matrices": dict(weight_decay=weight_decay, mult=1.0), "gains": dict(weight_decay=0.0, mult=1.0),
-                  "queries": dict(weight_decay=0.0, mult=route_lr_mult)}
-        for kind, group in groups.items():
-            group.update(kind=kind, params=[], names=[], lr=lr * group["mult"])
-        for name, p in self.named_parameters():
-            if not p.requires_grad:
-                continue
-            kind = "matrices" if p.dim() >= 2 and name not in routing else "gains"
-            if ".query." in name:
-                kind = "queries"
-            groups[kind]["params"].append(p)
-            groups[kind]["names"].append(name)
-        return [group for group in groups.values() if group["params"]]
+        groups, kinds = [], self.kinds()
+        for kind in ("matrices", "gains", "queries"):
+            named = {name: p for name, p in self.named_parameters() if kinds[name] == kind and p.requires_grad}
+            mult = route_lr_mult if kind == "queries" else 1.0
+            decay = weight_decay if kind == "matrices" else 0.0
+            if named:
+                groups.append(dict(kind=kind, names=list(named), params=list(named.values()), lr=lr * mult, mult=mult,
+                                   weight_decay=decay))
+        return groups
 
     def count(self) -> dict[str, int]:
         """Parameters: total, of the routes, frozen; and FLOPs of one training token, forward and backward.
@@ -532,9 +556,9 @@ class GPT(nn.Module):
         FLOPs: 6 for each weight of a matrix product (the head included, the embedding's look-up not) and
         6 L T d for causal attention's two products; routes, norms and activations are left out.
         """
-        c, routing = self.config, self.routing_names()
+        c, kinds, routing = self.config, self.kinds(), self.routing_names()
         sizes = {name: p.numel() for name, p in self.named_parameters()}
-        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() >= 2 and name not in routing)
+        matrices = sum(n for name, n in sizes.items() if kinds[name] == "matrices")
         return dict(total=sum(sizes.values()), routing=sum(sizes[name] for name in routing),
                     frozen=sum(p.numel() for p in self.parameters() if not p.requires_grad),
                     flops_per_token=6 * matrices + 6 * c.n_layer * c.context * c.n_embd)
@@ -546,7 +570,8 @@ def logits_apart(one: tuple[GPTConfig, dict], other: tuple[GPTConfig, dict]) -> 
     of their logits over that of the first one's, on a few random tokens, in float64 and without the eps of the norms,
     by which a uniform mixture differs from the stream that it is a share of."""
     context = min(one[0].context, other[0].context, 32)
-    idx = torch.randint(min(one[0].vocab_size, other[0].vocab_size), (1, context), generator=torch.Generator().manual_seed(0))
+    vocabulary = min(one[0].vocab_size, other[0].vocab_size)
+    idx = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(0))
     logits = []
     for config, state in (one, other):
         bare = dataclasses.replace(config, backend="reference", residual_dtype=None, eps=1e-12)
@@ -586,7 +611,7 @@ def portable_normal(n: int, generator: torch.Generator) -> torch.Tensor:
 
 def lean(function, *args):
     """function(*args), out of autocast; for the backward it keeps `args` alone and computes again what lies between.
-    Mixing over depth keeps K sources by reference this way, where its intermediates would be K float32 copies a read."""
+    Mixing over depth keeps K sources by reference so, where its intermediates would be K float32 copies a read."""
     with torch.autocast(args[-1].device.type, enabled=False):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -597,18 +622,19 @@ def weighted_sum(weights: torch.Tensor, sources: typing.Sequence[torch.Tensor]) 
 
 
 class SlicedRoutes(Routes):
-    """Routes whose query is cut: into heads that each mix their own slice (Multi-Head AttnRes, 2607.27230), or down
-    to the last `rank` coordinates (sliced Low-Rank AttnRes, 2607.09694; jon123boss/LR-AttnRes). In plain torch."""
+    """Routes whose query is cut, in plain torch: into heads that each mix their own slice (Multi-Head AttnRes,
+    2607.27230), or down to the last `rank` coordinates (sliced Low-Rank AttnRes, 2607.09694; jon123boss/LR-AttnRes).
+
+    The release of the former has 8 heads over every sub-layer's output; here 2 over blocks are the default, for they
+    are two routes at no parameter, and `mhar:heads=8:sources=full` is the release's form. The latter's repository
+    divides the sum of a block by its number of sub-layers; here a block is the sum, as in every other arm."""
 
     fused = False
 
     def read(self, read, out_gain, ahead=None, last=False, feeds=()):
         queries, key_gain = self.of(read, feeds)
         h, weights = lean(self.mix, queries[0], key_gain, out_gain, *self.sources)
-        if self.kept is not None:
-            running = not last and self.partial is not None
-            for name, w in zip(read.names, weights.detach().flatten(0, -3).permute(1, 2, 0)):
-                self.kept.append(Weights(read.layer, name, w, running))
+        read.keep(self.kept, weights, not last and self.partial is not None)
         return (h,)
 
     def mix(self, query, key_gain, out_gain, *sources):
@@ -625,9 +651,10 @@ class SlicedRoutes(Routes):
 
 
 class DeltaRoutes(Routes):
-    """Delta AttnRes (2605.18855): the ordinary stream, plus a mixture of the embedding and what was added to it since, by
-    each sub-layer or in blocks: then the block being summed is no source. The release (wdlctc/delta-attention-residuals-code)
-    starts its queries at random, and its blocks push alternating sums instead of increments; this follows the paper."""
+    """Delta AttnRes (2605.18855): the ordinary stream, plus a mixture of the embedding and what was added to it since,
+    by each sub-layer or in blocks: then the block being summed is no source. This follows the paper; its release
+    (wdlctc/delta-attention-residuals-code) starts queries at random, and its blocks push alternating sums instead of
+    increments."""
 
     ends = False
 
@@ -691,8 +718,8 @@ class StaticWeights(Mixer):
 
 
 class DynamicWeights(StaticWeights):
-    """MUDDFormer (2502.12170; Caiyun-AI/MUDDFormer): to these a small MLP on the newest output adds its own at every token,
-    a way for each read, through a norm of its own, and one for the stream. FFN widths are not re-allocated."""
+    """MUDDFormer (2502.12170; Caiyun-AI/MUDDFormer): to these a small MLP on the newest output adds its own at every
+    token, a way for each read, through a norm of its own, and one for the stream. FFN widths are not re-allocated."""
 
     def start(self, c, arm, k):
         super().start(c, arm, k)
@@ -762,9 +789,9 @@ class HyperWeights(Mixer):
 
 
 class ManifoldWeights(HyperWeights):
-    """mHC (2512.24880; FFTYYY/mhc-lite): weights from all streams at once; those that read and write are positive, and a
-    doubly stochastic matrix mixes the streams, so that their sum passes unchanged. The 20 rounds of Sinkhorn are 40 small
-    launches a sub-layer, forward and again in the backward: on a GPU they bind."""
+    """mHC (2512.24880; FFTYYY/mhc-lite): weights from all streams at once; those that read and write are positive, and
+    a doubly stochastic matrix mixes the streams, so that their sum passes unchanged. The 20 rounds of Sinkhorn are 40
+    small launches a sub-layer, forward and again in the backward: on a GPU they bind."""
 
     def create(self, d: int, n: int, own: torch.Tensor) -> None:
         self.norm, self.phi = nn.Parameter(torch.ones(n * d)), nn.Parameter(torch.zeros(n * d, 2 * n + n * n))
@@ -782,8 +809,8 @@ class ManifoldWeights(HyperWeights):
 
 
 class ValueResidual(Mixer):
-    """ResFormer (2410.17897; Zcchill/Value-Residual-Learning): every later layer's V is half layer 0's. Learnable: one
-    weight a layer in a convex sum, where the release has two free ones."""
+    """ResFormer (2410.17897; Zcchill/Value-Residual-Learning): every later layer's V is half layer 0's, as in the
+    release, which has no learnable form. `learnable` is ours: one weight a layer, and V a convex sum by it."""
 
     def start(self, c, arm, k):
         self.weight = nn.Parameter(torch.tensor(0.5)) if arm.learnable and k else 0.5
@@ -794,8 +821,8 @@ class ValueResidual(Mixer):
 
 
 class DepthAttention(Mixer):
-    """Depth-Attention (2606.05014; hyq718/Depth-Attention): at each token and head the query attends to its own layer and
-    two earlier ones, and V is the mixture. Its authors normalise Q and K, which no arm here does."""
+    """Depth-Attention (2606.05014; hyq718/Depth-Attention): at each token and head the query attends to its own layer
+    and two earlier ones, and V is the mixture. Its authors normalise Q and K, which no arm here does."""
 
     fused = False
 
@@ -852,8 +879,10 @@ class Arm:
 
 
 stream = dict(reads=(), depth=Stream)
-dense, streams = dict(depth=DenseStream), dict(reads=(), depth=Streams)
-sliced = dict(depth=SlicedRoutes)
+dense = dict(depth=DenseStream)
+mudd = dict(mixer=DynamicWeights, **dense)
+streams = dict(reads=(), depth=Streams)
+heads, rank = (dict(depth=SlicedRoutes, options=(option, "sources")) for option in ("heads", "rank"))
 
 ARMS: dict[str, Arm] = {
     # The paper, sections 3 and 4 (its parent: Block AttnRes, arXiv 2603.15031), and the groupings
@@ -871,45 +900,48 @@ ARMS: dict[str, Arm] = {
     # Rivals; the source of each stands with its class
     "full": Arm("Full AttnRes (2603.15031): every sub-layer's output is a source", sources="full"),
     "full_rd": Arm("Full AttnRes with a V read of its own", reads=("qk", "v"), sources="full"),
-    "mhar": Arm("Multi-Head AttnRes: a softmax for each slice of the width", heads=2, options=("heads", "sources"), **sliced),
-    "lowrank": Arm("sliced Low-Rank AttnRes: keys are the last coordinates", rank=64, options=("rank", "sources"), **sliced),
+    "mhar": Arm("Multi-Head AttnRes: a softmax for each slice of the width", heads=2, **heads),
+    "lowrank": Arm("sliced Low-Rank AttnRes: keys are the last coordinates", rank=64, **rank),
     "delta": Arm("Delta AttnRes: the stream plus a read of its increments", depth=DeltaRoutes, sources="full"),
     "delta_block": Arm("Delta AttnRes over completed blocks' increments", depth=DeltaRoutes),
     "denseformer": Arm("DenseFormer: static averages of all layers' outputs", reads=(), mixer=StaticWeights, **dense),
     "resformer": Arm("Value Residual: V is half layer 0's", values=ValueResidual, options=("learnable",), **stream),
     "block_resformer": Arm("Block AttnRes with Value Residual", values=ValueResidual, options=("learnable",)),
     "depth_attention": Arm("Depth-Attention: V attends to earlier layers'", values=DepthAttention, **stream),
-    "mudd": Arm("MUDDFormer: dynamic averages for Q, K, V and the stream", reads=("q", "k", "v"), mixer=DynamicWeights, **dense),
-    "mudd_rd": Arm("MUDDFormer with one way for Q and K, matched to RD", reads=("qk", "v"), mixer=DynamicWeights, **dense),
+    "mudd": Arm("MUDDFormer: dynamic averages for Q, K, V and the stream", reads=("q", "k", "v"), **mudd),
+    "mudd_rd": Arm("MUDDFormer with one way for Q and K, matched to RD", reads=("qk", "v"), **mudd),
     "hc": Arm("Hyper-Connections, 4 streams", mixer=HyperWeights, **streams),
     "mhc": Arm("manifold-constrained Hyper-Connections, 4 streams", mixer=ManifoldWeights, **streams),
 }
-CHOICES = {"sources": ("block", "full"), "learnable": ("false", "true")}
+CHOICES = {  # values of an option by their text; the others are whole numbers
+    "sources": {"block": "block", "full": "full"},
+    "learnable": {"false": False, "true": True},
+}
 
 
 def find_arm(spec: str) -> Arm:
     """The arm of `name` or `name:option=value[:option=value]`. Raises ValueError with the nearest name."""
     if not isinstance(spec, str):
         raise ValueError(f"arch={spec!r} must be text")
-    name, *given = spec.split(":")
+    name, *words = spec.split(":")
     if name not in ARMS:
         raise ValueError(f"--arch={spec}: no such arm{nearest(name, ARMS) or '.'} The arms: {', '.join(ARMS)}")
     arm, values = ARMS[name], {}
-    takes = f"({name} takes {', '.join(arm.options) or 'none'})"
-    for key, _, text in (word.partition("=") for word in given):
-        choices = CHOICES.get(key)
-        if key in values:
-            raise ValueError(f"--arch={spec}: {key} is given twice {takes}")
+    for word in words:
+        key, _, text = word.partition("=")
+        known = CHOICES.get(key)
         if key not in arm.options:
-            raise ValueError(f"--arch={spec}: no such option {key!r}{nearest(key, arm.options)} {takes}")
-        if choices and text not in choices:
-            raise ValueError(f"--arch={spec}: {key} wants {' or '.join(choices)}")
-        if not choices and not (text.isascii() and text.isdigit() and int(text)):
-            raise ValueError(f"--arch={spec}: {key} wants a whole number of at least 1")
-        if key == "sources":
-            values[key] = text
+            problem = f"no such option {key!r}{nearest(key, arm.options)}"
+        elif key in values:
+            problem = f"{key} is given twice"
+        elif known:
+            problem = None if text in known else f"{key} wants {' or '.join(known)}"
         else:
-            values[key] = text == "true" if choices else int(text)
+            whole = text.isascii() and text.isdigit() and int(text) > 0
+            problem = None if whole else f"{key} wants a whole number of at least 1"
+        if problem:
+            raise ValueError(f"--arch={spec}: {problem} ({name} takes {', '.join(arm.options) or 'none'})")
+        values[key] = known[text] if known else int(text)
     return dataclasses.replace(arm, **values)
 
 
