@@ -106,7 +106,7 @@ def evaluate(model: GPT, data, split: str, windows: int, batch: int, device: tor
                 continue
             ids = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in index]).astype(np.int64))
             x, y = ids[:, :-1].to(device), ids[:, 1:].to(device)
-            record = [] if pair or observe and model.recorded() else None
+            record = [] if pair or observe else None
             with autocast():
                 token_nll = model.token_nll(x, y, record)
             nll[index] = token_nll.double().mean(1).cpu()
@@ -114,7 +114,8 @@ def evaluate(model: GPT, data, split: str, windows: int, batch: int, device: tor
                 observe(token_nll, record or [])
             n_bytes += float(token_bytes[ids[:, 1:].numpy()].sum())
             for l in range(L if pair else 0):
-                weights = record[2 * l][list(pair)]  # the attention's record; the MLP's is the next
+                layer = [w.weights for w in record if w.layer == l]  # the attention's reads, then the MLP's
+                weights = torch.stack([layer[i] for i in pair])
                 js[l] += js_divergence(weights[0], weights[1]).sum(dtype=torch.float64).cpu()
                 means[l] += weights.sum(-1, dtype=torch.float64).cpu()  # [2, K]
             if rank == 0:
@@ -190,8 +191,7 @@ def pick_dtype(requested: str, device: torch.device) -> tuple[str, str]:
 
 def model_config(c: dict) -> GPTConfig:
     """The GPTConfig inside a run's config.json."""
-    names = {f.name for f in dataclasses.fields(GPTConfig)}
-    return GPTConfig(**{k: v for k, v in c.items() if k in names})
+    return GPTConfig.from_run(c)
 
 
 def make_autocast(device: torch.device, dtype: str):
