@@ -1,28 +1,26 @@
 """The depth route: every read of the residual memory, exact, in plain torch and as fused Triton kernels.
 
-    python route_kernel.py              # check the kernels, count what they read and write, time them on a GPU
+    python route_kernel.py              # check the kernels here, and time them on a GPU
 
 `Depth` is what the model uses, `route` the same read on its own. A read is one autograd function that returns its
 sources beside its mixtures; whoever reads next takes the returned ones, so that a backward pass receives each source's
 gradient so far and hands it on with its own share added: autograd itself never adds two [N, d] tensors.
 
+Needs torch, and triton for the kernels (Linux); nothing else of this repository.
+
 Letters: N token rows, d width, K sources, R queries of a read, Q queries scored in one pass.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
-import dataclasses
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from typing import List, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-
-from prepare import BadInput, Failed, flag, parse_flags, run_script
 
 try:
     import triton
@@ -43,22 +41,22 @@ def route(sources, queries, key_gain, out_gain=None, eps=1e-6, backend="auto"):
 
     sources: tuple of K tensors [..., d] of one dtype; queries [R, d]; key_gain [d]; out_gain [d] or None.
     Returns a tuple of R tensors [..., d] in the sources' dtype, RMS-normalised with out_gain where it is given.
-    Scores, softmax and sums are float32. Raises BadInput for shapes that do not belong together and for a backend
+    Scores, softmax and sums are float32. Raises ValueError for shapes that do not belong together and for a backend
     that cannot run here.
     """
     sources = tuple(sources)
     if not sources:
-        raise BadInput("route needs at least one source")
+        raise ValueError("route needs at least one source")
     shape, dtype, d = sources[0].shape, sources[0].dtype, sources[0].shape[-1]
     for i, s in enumerate(sources):
         if s.shape != shape or s.dtype != dtype:
-            raise BadInput(f"source {i} is {tuple(s.shape)} {s.dtype} but source 0 is {tuple(shape)} {dtype}: "
+            raise ValueError(f"source {i} is {tuple(s.shape)} {s.dtype} but source 0 is {tuple(shape)} {dtype}: "
                            "the sources of a read share one shape and dtype")
     if queries.dim() != 2 or queries.shape[1] != d or not len(queries):
-        raise BadInput(f"queries are {tuple(queries.shape)}: want [R, {d}], one row a query")
+        raise ValueError(f"queries are {tuple(queries.shape)}: want [R, {d}], one row a query")
     for name, gain in (("key_gain", key_gain), ("out_gain", out_gain)):
         if gain is not None and gain.shape != (d,):
-            raise BadInput(f"{name} is {tuple(gain.shape)}: want [{d}]")
+            raise ValueError(f"{name} is {tuple(gain.shape)}: want [{d}]")
     chosen, _ = choose_backend(backend, sources[0].device)
     if chosen == "fused":
         check_fused(len(sources), len(queries), dtype)
@@ -67,29 +65,31 @@ def route(sources, queries, key_gain, out_gain=None, eps=1e-6, backend="auto"):
 
 def check_fused(K: int, R: int, dtype: torch.dtype) -> None:
     if K > MAX_SOURCES or R > 3 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise BadInput(f"the fused route takes up to {MAX_SOURCES} sources and 3 queries, in float32, bfloat16 or "
+        raise ValueError(f"the fused route takes up to {MAX_SOURCES} sources and 3 queries, in float32, bfloat16 or "
                        f"float16, not {K}, {R} and {dtype}: use --backend=reference")
 
 
 def choose_backend(requested: str, device) -> tuple[str, str]:
-    """(backend, reason) for `requested` (auto, reference or fused) on `device`; BadInput where fused cannot run."""
+    """(backend, reason) for `requested` (auto, reference or fused) on `device`; ValueError where fused cannot run."""
     device = torch.device(device)
     if requested not in ("auto", "reference", "fused"):
-        raise BadInput(f"backend {requested!r}: want auto, reference or fused")
+        raise ValueError(f"backend {requested!r}: want auto, reference or fused")
     if requested == "reference":
         return "reference", "asked for"
     cause = None
     if triton is None:
         cause = "triton is not installed (pip install triton; Linux only)"
     elif device.type == "cuda":
-        if torch.cuda.get_device_capability(device) < (8, 0):
+        if torch.version.hip:
+            cause = "this is an AMD GPU (ROCm), and the kernels are written and compiled for NVIDIA's"
+        elif torch.cuda.get_device_capability(device) < (8, 0):
             cause = "this GPU is older than compute capability 8.0, which the kernels are written for"
     elif not (INTERPRETED and device.type == "cpu"):
         cause = f"the device is {device.type} and the fused kernels run on CUDA GPUs (a CPU only interprets them, " \
                 "for tests: TRITON_INTERPRET=1)"
     if requested == "fused":
         if cause:
-            raise BadInput(f"--backend=fused cannot run: {cause}")
+            raise ValueError(f"--backend=fused cannot run: {cause}")
         return "fused", "asked for" + (", in Triton's interpreter" if device.type == "cpu" else "")
     if device.type != "cuda":
         return "reference", f"the device is {device.type}: the fused kernels are for CUDA GPUs"
@@ -118,7 +118,8 @@ class Depth:
 
         ahead: (queries, key_gain) of the read to come after the next write. Queries are parameters, so the fused
         route scores the completed sources for it in this same pass over them, and the read itself only adds the
-        block being summed. It changes no result, and may never come. last: no read follows this one.
+        block being summed. It changes no result but by rounding: the mixture so far is kept in the sources' dtype, so
+        below float32 it is rounded once more. It may never come. last: no read follows this one.
         """
         fused = self.backend == "fused"
         if fused:
@@ -319,7 +320,6 @@ def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
 
 def reference_read(sources, pending, given, parameters, n_ahead, eps, backend):
     queries, key_gain, out_gain = parameters[:3]
-    count_traffic(sources, [sources[0]] * len(queries))
     with torch.autocast(sources[0].device.type, enabled=False):
         (N, d), K, R = sources[0].shape, len(sources), len(queries)
         out = read_buffers(sources, pending, given, parameters, n_ahead, eps, backend)
@@ -350,7 +350,6 @@ def reference_read(sources, pending, given, parameters, n_ahead, eps, backend):
 
 def reference_read_backward(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend):
     out = backward_buffers(sources, running, needed, dmix, dopened, parameters, state, n_ahead, given, backend)
-    count_traffic([*sources, *dmix, *running], [g for g in out[6:] if g.numel()])
     (queries, key_gain, out_gain), (scores, rms, rstd, w) = parameters[:3], state
     with torch.autocast(w.device.type, enabled=False):
         (N, d), K, R, some = sources[0].shape, len(sources), len(queries), any(needed)
@@ -402,17 +401,6 @@ def reference_read_backward(sources, running, needed, dmix, dopened, parameters,
         if gain is not None:
             out[2].copy_(dgain)
         return out
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Counting: what the passes read and write
-
-traffic: list | None = None  # while counting, the elements that each pass reads and writes
-
-
-def count_traffic(reads, writes) -> None:
-    if traffic is not None:
-        traffic.append(sum(x.numel() for x in (*reads, *writes) if x is not None))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -477,7 +465,6 @@ def fused_read(sources, pending, given, parameters, n_ahead, eps, backend):
            tuple(out[:R]), *opened, *out[-4:], N, K, n_ahead, eps, d=d, R=R, AHEAD=A, PENDING=P,
            GIVEN=int(given is not None), NORM=norm, KP=len(src), WIDTH=triton.next_power_of_2(len(src) * (R + A + 1)),
            **tile._asdict())
-    count_traffic([*sources, pending], [*out[:R + P], opened[0]])
     return out
 
 
@@ -493,7 +480,7 @@ def fused_read_backward(sources, running, needed, dmix, dopened, parameters, sta
         parameters, dparameters = [*parameters[:3], None, None], [*dparameters[:3], None, None]
     tile, src, (scores, lse, rstd, keys) = backward_tile(d, K, R + A), padded(sources, sources[0]), state
     P = programs(N, tile, device)
-    parts = torch.empty(P, R + A + 1, d, device=device)
+    parts = torch.empty(P, R + A + 1, d, dtype=torch.float32, device=device)
     has_running, wanted = (sum(1 << i for i, g in enumerate(gs) if g is not None) for gs in (running, ds))
     launch(read_backward_kernel, P, device, src, padded(running, sources[0]), padded(ds, sources[0]), tuple(dmix),
            *(dopened or (None,) * 3), dgiven, keys, parameters[2], scores, lse, rstd, parts, N, K, n_ahead,
@@ -502,7 +489,6 @@ def fused_read_backward(sources, running, needed, dmix, dopened, parameters, sta
     parameters = [p if p is None else p.contiguous() for p in parameters]
     launch(finish_kernel, -(-d // 64), device, parts, *parameters[:2], *parameters[3:], *dparameters, P,
            d=d, R=R, AHEAD=A, NORM=norm, BLOCK=64, num_warps=4)
-    count_traffic([*sources, *dmix, *dopened[:1], *running], ds)
     return out
 
 
@@ -750,118 +736,6 @@ def check_numbers(shapes, dtypes, device) -> bool:
     return good
 
 
-def count_passes(layers: int, R: int, block_layers: int = 4, backend: str = "fused") -> float:
-    """Units ([N, d] read or written) per layer of one forward and backward through Depth, counted as they happen: the
-    tensors of every launch, and every [N, d] addition that autograd or anything else makes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    global traffic
-    N, d = 5, 16
-
-    class Additions(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and out.numel() == N * d:
-                traffic.append(3 * N * d)
-            return out
-
-    x, gain = torch.randn(N, d, requires_grad=True), torch.ones(d, requires_grad=True)
-    queries = [torch.zeros(r, d, requires_grad=True) for _ in range(layers) for r in (R, 1)] + [torch.zeros(1, d)]
-    traffic = []
-    try:
-        with Additions():
-            depth = Depth(x, backend)
-            for i in range(layers):
-                if i % block_layers == 0:
-                    depth.finish_block()
-                mixtures = depth.read(queries[2 * i], gain, gain, ahead=(queries[2 * i + 1], gain))
-                depth.write(torch.stack(mixtures).prod(0))  # stands for attention: adds no [N, d] tensors
-                (h,) = depth.read(queries[2 * i + 1], gain, gain)
-                depth.write(h * 2)
-            depth.finish_block()
-            (y,) = depth.read(queries[-1], gain, gain, last=True)
-            y.backward(torch.ones_like(y))
-        return sum(traffic) / (N * d) / layers
-    finally:
-        traffic = None
-
-
-def show_passes() -> bool:
-    print("\n[N, d] tensors read and written per layer, forward + backward, norms, additions and output read included")
-    good = True
-    for scale, layers, most in (("S", 16, 35), ("M", 24, 39)):
-        rd, block = count_passes(layers, 2), count_passes(layers, 1)
-        # two additions (3), two norms (2 forward, 3 backward), two additions of gradients (3); then the last norm
-        plain = 2 * (3 + 2 + 3 + 3) + 5 / layers
-        good &= rd <= most
-        print(f"{scale}: rd {rd:.1f} (at most {most}), block {block:.1f}, plain {plain:.1f}; "
-              f"rd / block {rd / block:.3f}")
-    return good
-
-
-def compile_ahead(kernel, capability, constants, num_warps):
-    """Compile a kernel for a GPU that is not here, with the pointers that the launches pass."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    KP, R = constants["KP"], constants["R"]
-    wide = {"src": KP, "running": KP, "dsrc": KP, "mixtures": R, "dmix": R, "old": 0, "pending": 0, "opened": 0,
-            "dopened": 0}
-    kinds = {"N": "i32", "K": "i32", "n_ahead": "i32", "has_running": "i64", "wanted": "i64", "eps": "fp32"}
-    absent = set() if constants["AHEAD"] else {"opened", "opened_lse", "ahead", "ahead_gain", "dopened", "dlse"}
-    absent |= set() if constants["GIVEN"] else {"given", "dgiven"}
-    signature, values, aligned = {}, {**dict.fromkeys(absent), **constants}, {}
-    for i, name in enumerate(kernel.arg_names):
-        count, kind = wide.get(name, 0), kinds.get(name, "*bf16" if name in wide else "*fp32")
-        signature[name] = "constexpr" if name in values else (kind,) * count if count else kind
-        if name not in values and kind[0] == "*":
-            aligned.update({at: [["tt.divisibility", 16]] for at in [(i, j) for j in range(count)] or [(i,)]})
-    values = {name: value for name, value in values.items() if name in signature}
-    return triton.compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", capability, 32),
-                          options={"num_warps": num_warps, **OPTIONS})
-
-
-def resources(compiled, tile, K=4) -> tuple:
-    """Registers, spilled bytes, shared bytes, global loads of 16, of 4 and of other bytes, warp instructions a row."""
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(compiled.asm["cubin"])
-        f.flush()
-        usage, sass = (subprocess.run([tool, what, f.name], capture_output=True, text=True, check=True).stdout
-                       for what in ("-res-usage", "-sass"))
-    found = {name: int(re.search(name + r":(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")}
-    ptx = compiled.asm["ptx"]
-    loads = [{"v4.b32": 16, "v2.b64": 16, "b32": 4}.get(kind, 0) for kind in re.findall(r"ld\.global\.(\S+)", ptx)]
-    loads += [int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], 0x(\w+)", ptx)]
-    code = [(int(a, 16), op) for a, op in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
-    jumps = [(int(m[1], 16), a) for a, op in code if (m := re.search(r"BRA.*?(0x[0-9a-f]+)", op))]
-    loops = {(to, a) for to, a in jumps if to < a}
-    inner = [(a, b) for a, b in loops if not any(a <= x and y <= b and (a, b) != (x, y) for x, y in loops)]
-    outer = list(loops.difference(inner)) or [(0, code[-1][0])]  # over rows (all of the forward); inner: over sources
-    run = [K if any(x <= a <= y for x, y in inner) else any(x <= a <= y for x, y in outer) for a, _ in code]
-    return (found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, loads.count(16), loads.count(4),
-            len(loads) - loads.count(16) - loads.count(4), sum(run) * tile.num_warps // tile.ROWS)
-
-
-def show_resources(capabilities=(80, 90, 120), widths=(576, 832, 2048)) -> bool:
-    print("\ncompiled ahead, bf16: global loads by bytes (4: a scalar of a token), warp instructions a row at K = 4\n"
-          " GPU width  kernel             registers spilled shared  16 B  4 B other instructions")
-    good = True
-    for capability in capabilities:
-        for d in widths:
-            for R, A, G in ((1, 1, 0), (2, 1, 0), (3, 1, 0), (1, 0, 1)):
-                flags = {"d": d, "R": R, "AHEAD": A, "GIVEN": G, "NORM": 1, "KP": 8}
-                forward = {"PENDING": 1, "WIDTH": triton.next_power_of_2(8 * (R + A + 1))}, forward_tile(d)
-                backward = {"STORED": R + A + 1}, backward_tile(d, 8, R + A)
-                for kernel, (more, tile) in ((read_kernel, forward), (read_backward_kernel, backward)):
-                    constants = {**flags, **more, "ROWS": tile.ROWS, "BLOCK": tile.BLOCK}
-                    r = resources(compile_ahead(kernel, capability, constants, tile.num_warps), tile)
-                    good &= r[1] == 0 and r[5] == 0
-                    name = "closing read" if G else f"read, R = {R}"
-                    name += ", back" if kernel is read_backward_kernel else ""
-                    print(f"{capability / 10:4} {d:5}  {name:<18} {r[0]:9} {r[1]:7} {r[2]:6} {r[3]:5} {r[4]:4}",
-                          f"{r[5]:5} {r[6]:12,}", "" if r[1] == r[5] == 0 else "<- spills, narrow loads", flush=True)
-    return good
-
-
 def timed(calls, repeats=5) -> float:
     """Seconds a call, running through `calls` (each on memory of its own) in turn; the median of `repeats` rounds."""
     seconds = []
@@ -890,6 +764,7 @@ def show_times(rows: int, working_set: int = 512 * 2 ** 20, device="cuda", width
         print(f"{d:5}        copy   {2 * unit / copy * 1e6:9.1f} {copy / 1e9:7,.0f}")
         del pairs
         for K, R in ((K, R) for K in range(2, most + 1) for R in (1, 2)):
+            torch._dynamo.reset()  # every shape compiles anew: past the recompile limit it would run eagerly
             calls = {name: [] for name in ("forward", "backward", "compiled forward", "compiled backward")}
             for seed in range(max(2, working_set // ((3 * K + 2 * R) * unit) + 1)):
                 inputs, up = example(rows, d, K, R, torch.bfloat16, device, seed)
@@ -910,39 +785,38 @@ def show_times(rows: int, working_set: int = 512 * 2 ** 20, device="cuda", width
                       f"{plain * 1e6:8.1f}", flush=True)
 
 
-@dataclasses.dataclass
-class Flags:
-    rows: int = flag(8192, "token rows of the timed reads (8192: a micro-batch of 8 x 1,024)")
-    interpreted: bool = flag(False, "only what Triton's interpreter can do; needs TRITON_INTERPRET=1")
+def check_here() -> bool:
+    """The kernels against float64 on whatever this machine has; times too, on a GPU."""
+    if torch.cuda.is_available():
+        print("%s: %s" % choose_backend("fused", "cuda"))
+        shapes = [(4096, d, K, R) for d in (576, 832) for K in (1, 2, 5, 9) for R in (1, 2, 3)]
+        return check_numbers(shapes, (torch.float32, torch.bfloat16), "cuda")
+    if INTERPRETED:
+        return check_numbers([(5, d, K, R) for d in (24, 576) for K in (1, 2, 5, 9) for R in (1, 3)],
+                             (torch.float32,), "cpu")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    print("no GPU is visible here" + (': CUDA_VISIBLE_DEVICES is set to "", which hides them' if hidden else "") +
+          "; the kernels run in Triton's interpreter")
+    interpreter = {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.run([sys.executable, __file__], env=interpreter).returncode == 0
 
 
-def main(argv) -> int:
-    flags = parse_flags(Flags, argv, __doc__)
-    cuda = torch.cuda.is_available() and not flags.interpreted
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=8192, help="token rows of the timed reads (%(default)s)")
+    rows = parser.parse_args().rows
+    if rows < 1:
+        parser.error(f"--rows={rows}: want at least 1")
     if triton is None:
-        raise BadInput("triton is not installed, so there is no kernel to check: " + choose_backend("auto", "cpu")[1])
-    if flags.interpreted and not INTERPRETED:
-        raise BadInput("--interpreted needs TRITON_INTERPRET=1 in the environment")
-    if cuda:
-        backend, why = choose_backend("auto", "cuda")
-        print(f"{backend}: {why}; a backward's rows are shared by {PROGRAMS_PER_SM} programs a multiprocessor")
-        shapes = [(4096, d, K, R) for d in (576, 832) for K in (1, 2, 5, 7) for R in (1, 2, 3)]
-        good = check_numbers(shapes, (torch.float32, torch.bfloat16), "cuda")
-        good &= show_passes()
-        show_times(flags.rows)
-    elif INTERPRETED:
-        shapes = [(5, d, K, R) for d in (576, 832) for K in (1, 2, 5, 9) for R in (1, 2, 3)]
-        good = check_numbers(shapes, (torch.float32,), "cpu")
-        good &= show_passes()
-    else:
-        print("no CUDA GPU here: the kernels run in Triton's interpreter and are compiled for GPUs that are elsewhere")
-        interpreter = {**os.environ, "TRITON_INTERPRET": "1"}
-        good = subprocess.run([sys.executable, __file__, "--interpreted"], env=interpreter).returncode == 0
-        good &= show_resources()
-    if not good:
-        raise Failed("a check failed: it is marked above, or a count is over its bound")
-    return 0
+        parser.error("triton is not installed (pip install triton; Linux only), so there is no kernel to check")
+    try:
+        good = check_here()
+    except ValueError as e:
+        parser.error(str(e))
+    if good and torch.cuda.is_available():
+        show_times(rows)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    run_script(main)
+    sys.exit(main())
