@@ -660,10 +660,10 @@ if triton is not None:
                 if PENDING:  # the addition that the last write left to this pass, rounded as torch rounds it
                     fresh = ()
                     for c in tl.static_range(C):
-                        x = load(old + row * d, c, d, LANES).to(tl.float32)
-                        x = (x + load(pending + row * d, c, d, LANES).to(tl.float32)).to(old.dtype.element_ty)
-                        store(src[G - 1] + row * d, x, c, d, LANES)
-                        fresh = fresh + (x,)
+                        before = load(old + row * d, c, d, LANES).to(tl.float32)
+                        after = before + load(pending + row * d, c, d, LANES).to(tl.float32)
+                        fresh = fresh + (after.to(old.dtype.element_ty),)
+                        store(src[G - 1] + row * d, fresh[c], c, d, LANES)
                     raw = raw + (fresh,)
                 h, top, total = add_group(h, top, total, raw, w, given, state, 0, row, K, n_ahead, eps, d, R, Q,
                                           GIVEN, G, ONCE, LANES)
@@ -793,11 +793,11 @@ if triton is not None:
                          LANES)
                 if NORM and q < R:
                     rms = tl.load(rstd + row * R + q)
-                    gained, sums = (), ()
+                    gained, scaled = (), ()
                     for c in tl.static_range(C):
-                        sums = sums + (dgain[c] + g[c] * rms * h[q][c],)
+                        scaled = scaled + (dgain[c] + g[c] * rms * h[q][c],)
                         gained = gained + (g[c] * load(out_gain, c, d, LANES).to(tl.float32) * rms,)
-                    dgain = sums
+                    dgain = scaled
                     g = plus(gained, -dot(gained, h[q], d, LANES) * rms * rms / d, h[q], d, LANES)
                 dh, mean = dh + (g,), mean + (dot(g, h[q], d, LANES),)
 

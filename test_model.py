@@ -1593,9 +1593,13 @@ ROUTE_CASES = [(24, 3, 1), (24, 7, 2), (24, 33, 2), (24, 9, 3), (100, 1, 1), (10
                (1025, 5, 1)]
 
 
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-@pytest.mark.parametrize("d,K,R", ROUTE_CASES)
-@pytest.mark.parametrize("norm", [True, False])
+# the interpreter is slow: widths with and without a rest, one source, a full group, groups with a rest, both norms
+ROUTE_FUSED = [(24, 33, 2, True), (100, 1, 1, False), (100, 8, 3, True), (576, 5, 2, True), (1025, 3, 2, False)]
+
+
+@pytest.mark.parametrize("backend,d,K,R,norm", [
+    *(("reference", *case, norm) for case in ROUTE_CASES for norm in (True, False)),
+    *(("fused", *case) for case in ROUTE_FUSED if "fused" in ROUTE_BACKENDS)])
 def test_kernel_route_is_the_published_one(backend, d, K, R, norm):
     assert max(route_errors(backend, *route_example(d, K, R, norm, shape=(2, 3)))) < 1e-5
 
