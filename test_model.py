@@ -1593,9 +1593,13 @@ ROUTE_CASES = [(24, 3, 1), (24, 7, 2), (24, 33, 2), (24, 9, 3), (100, 1, 1), (10
                (1025, 5, 1)]
 
 
-@pytest.mark.parametrize("backend", ROUTE_BACKENDS)
-@pytest.mark.parametrize("d,K,R", ROUTE_CASES)
-@pytest.mark.parametrize("norm", [True, False])
+# the interpreter is slow: widths with and without a rest, one source, a full group, groups with a rest, both norms
+ROUTE_FUSED = [(24, 33, 2, True), (100, 1, 1, False), (100, 8, 3, True), (576, 5, 2, True), (1025, 3, 2, False)]
+
+
+@pytest.mark.parametrize("backend,d,K,R,norm", [
+    *(("reference", *case, norm) for case in ROUTE_CASES for norm in (True, False)),
+    *(("fused", *case) for case in ROUTE_FUSED if "fused" in ROUTE_BACKENDS)])
 def test_kernel_route_is_the_published_one(backend, d, K, R, norm):
     assert max(route_errors(backend, *route_example(d, K, R, norm, shape=(2, 3)))) < 1e-5
 
@@ -1888,32 +1892,26 @@ def test_kernel_depth_compiles_whole_once_a_shape(backend):
     assert len(compiles) == 2  # one forward, one backward
 
 
-@route_fused
-def test_kernel_route_passes_are_counted():
-    assert rk.count_passes(16, 2) <= 35 and rk.count_passes(24, 2) <= 39
-    assert rk.count_passes(3, 2, backend="reference") > rk.count_passes(3, 2)  # it adds residuals in their own passes
-
-
 def test_kernel_route_says_what_cannot_be():
     parameters, sources, _ = route_example(24, 2, 1)
     queries, key_gain, out_gain = parameters
     a, b = sources
     for bad in (((), queries, key_gain), ((a, b[:2]), queries, key_gain), ((a, b.double()), queries, key_gain),
                 (sources, queries[0], key_gain), (sources, queries, key_gain[:3])):
-        with pytest.raises(BadInput):
+        with pytest.raises(ValueError):
             route(*bad, backend="reference")
     assert choose_backend("reference", "cpu")[0] == "reference"
     assert choose_backend("auto", "cpu")[0] == "reference" and "cpu" in choose_backend("auto", "cpu")[1]
-    with pytest.raises(BadInput, match="want auto, reference or fused"):
+    with pytest.raises(ValueError, match="want auto, reference or fused"):
         choose_backend("fast", "cpu")
 
 
 def test_kernel_route_without_triton_or_gpu_is_said(monkeypatch):
     monkeypatch.setattr(rk, "INTERPRETED", False)
-    with pytest.raises(BadInput, match="CUDA|triton"):
+    with pytest.raises(ValueError, match="CUDA|triton"):
         choose_backend("fused", "cpu")
     monkeypatch.setattr(rk, "triton", None)
-    with pytest.raises(BadInput, match="triton is not installed"):
+    with pytest.raises(ValueError, match="triton is not installed"):
         choose_backend("fused", "cuda")
     backend, why = choose_backend("auto", "cuda")
     assert backend == "reference" and "triton is not installed" in why
