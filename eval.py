@@ -283,6 +283,8 @@ def load_state(folder: Path) -> tuple[dict, dict, int]:
     config, saved = read_json(folder / "config.json"), load_checkpoint(folder)
     if saved is None:
         raise BadInput(f"{folder} has no ckpt.pt: the run has not reached its first checkpoint")
+    if saved.get("name") not in (None, config.get("name")):
+        raise BadInput(f"{folder}: its checkpoint is that of another run, {saved['name']}")
     return saved["model"], config, saved["step"]
 
 
@@ -345,6 +347,10 @@ def tokenizer_of(folder: Path, config: dict, data: str | None) -> Path:
                    "one into the run's folder")
 
 
+NEEDED = ("name", "data", "dtype", "eval_tokens", "micro_batch", "tokens_per_step", "tokenizer_sha256",
+          "data_fingerprint")  # of a run's config.json, beside the model's
+
+
 class Case:
     """One run, loaded, and what is asked of it. Raises BadInput where the parts are not whole, do not belong together
     or cannot do what is asked, before any work."""
@@ -352,6 +358,9 @@ class Case:
     def __init__(self, folder: Path, f: Flags, device: torch.device):
         self.folder, self.flags, self.device, self.name, self.split = folder, f, device, folder.resolve().name, f.split
         self.model, self.config, self.step = load_run(folder, device, f.backend)
+        missing = [key for key in NEEDED if key not in self.config]
+        if missing:
+            raise BadInput(f"{folder}/config.json lacks {', '.join(missing)}: it is not one that train.py wrote")
         self.autocast = make_autocast(device, self.config["dtype"])
         self.unstored = []  # why what was measured could not be written
         self.layers, self.interventions = parse_layers(f.layers, self.model.config.n_layer), {}
