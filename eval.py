@@ -1,78 +1,123 @@
 """Evaluate trained runs, look at what their depth routes do, and test what depends on it.
 
     python eval.py runs/S-rd-s123                                  # as training logged it, from the last checkpoint
-    python eval.py runs/nano-block-s123 runs/nano-rd-s123          # several runs, one table; --by_position
+    python eval.py runs/nano-*                                     # several runs, one table; --by_position
     python eval.py runs/nano-rd-s123 --report                      # depth weights, entropy, JS: tables and a figure
     python eval.py runs/nano-rd-s123 --intervene=v:qk,v:uniform    # NLL with V reads changed; --layers=2-4, --by_layer
     python eval.py runs/nano-rd-s123 --compare_backends            # reference against fused routes
     python eval.py runs/nano-rd-s123 --sample="It is a truth"      # continue a prompt
+    python eval.py runs/nano-rd-s123 --export=rd                   # weights for others, without this script
     python eval.py runs/S-rd-s123 --split=test                     # for the last word only: nothing is chosen on it
 
 --intervene takes a comma list of READ:FROM. READ is a read of the arm (qk, v, ...; mlp; out) or several of its reads
-(qkv); FROM is another read (v:qk), uniform, source0 (the embedding; source-1 the newest), layer3 (the query of layer 3)
-or run=FOLDER (the query of another run). swap exchanges the two attention reads. A query moves alone: key-norm gains stay.
+(qkv); FROM is who gives the query: another read, named by what it serves (v:qk, v:k), uniform, layer3 (the same read
+there) or run=FOLDER (the same read in another run); or source0 (the embedding alone; source-1 the newest alone). swap
+exchanges the two attention reads. A query moves alone: key-norm gains stay.
 
-Everything is stored in the run's folder: evaluations as eval/<split>-<step>.json and .npy, where stats.py finds them,
-the rest beside them as report-, intervene-, position- and backends-<split>-<step>.json and .png.
+--export=DIR writes model.safetensors, config.json and tokenizer.json. With model.py and route_kernel.py at hand:
+
+    config = json.load(open("DIR/config.json"))
+    model = GPT(GPTConfig.from_run(config), seed=None)
+    model.load_state_dict(safetensors.torch.load_file("DIR/model.safetensors"))
+
+Everything else is stored in the run's folder: evaluations as eval/<split>-<step>.json and .npy, where stats.py finds
+them, the rest beside them as report-, intervene-, position- and backends-<split>-<step>.json and .png.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import os
 import re
 import sys
+import textwrap
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin starve beside a busy process
+
 import numpy as np
 import torch
 
-from model import GPT, GPTConfig, Routes, find_arm
-from prepare import (BadInput, Failed, Progress, atomic_file, did_you_mean, flag, open_data, parse_flags, read_json,
-                     run_script, write_json)
-from route_kernel import Depth, choose_backend, route
+from model import GPT, Arm, GPTConfig, Weights, find_arm
+from prepare import (BadInput, Failed, Progress, atomic_file, check_tokenizer, did_you_mean, flag, load_tokenizer,
+                     open_data, parse_flags, read_json, run_script, sha256_of, write_json)
+from route_kernel import choose_backend
 
-# Dimension letters: B windows in a batch, T tokens of a window, L layers, K sources, R reads, N = B * T.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's
+# Dimension letters: B windows in a batch, T tokens of a window, L layers, K sources of a read, N = B * T.
+
+# ---------------------------------------------------------------------------------------------------------
+# One evaluation
 
 
 def js_divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Jensen-Shannon divergence in nats between p and q, float32 [K, ...] summing to one over dim 0: [...]."""
+    """Jensen-Shannon divergence in nats between p and q, float [K, ...] each summing to one over dim 0: [...].
+    Where one has fewer sources than the other, its missing ones, the last, have weight 0."""
+    missing = len(p) - len(q)
+    if missing > 0:
+        q = torch.cat((q, q.new_zeros(missing, *q.shape[1:])))
+    if missing < 0:
+        p = torch.cat((p, p.new_zeros(-missing, *p.shape[1:])))
     m = 0.5 * (p + q)
     kl = [torch.xlogy(a, a / m).nan_to_num_(0.0).sum(0) for a in (p, q)]  # 0 / 0 where a weight underflowed to 0
     return (0.5 * (kl[0] + kl[1])).clamp_min_(0.0)
 
 
-def js_pair(model: GPT) -> tuple[int, int] | None:
-    """Which of an attention's reads the JS divergence compares: those that feed K and V, or Q and K where K and V
-    share one. None for an arm with one read. `average` feeds all three from its mean: its two reads are compared."""
-    arm = find_arm(model.config.arch)
-    if len(arm.reads) < 2 or not issubclass(arm.depth, Depth):  # or weights that are no distributions
+def read_pair(arm: Arm) -> tuple[str, str] | None:
+    """The two reads of an attention that are set against each other: those that feed K and V, or Q and K where K and V
+    share one; the first two where a mean of all feeds all. None for an arm with one read."""
+    if len(arm.reads) < 2:
         return None
-    q, k, v = model.layers[0].feeds
-    return (0, 1) if arm.combine else (k, v) if k != v else (q, k)
+    if arm.combine is not None:
+        return arm.reads[0], arm.reads[1]
+    q, k, v = (arm.reads[i] for i in arm.serving())
+    return (k, v) if k != v else (q, k)
 
 
-def source_count(c: GPTConfig, i: int) -> int:
-    """Sources of read i, counted as in `record`: attention and MLP of each layer, then the output's."""
-    l, mlp = divmod(i, 2)
-    if find_arm(c.arch).sources == "full":
-        return i + 1
-    return 1 + l // c.block_layers + (mlp or l % c.block_layers > 0) if l < c.n_layer else 1 - -c.n_layer // c.block_layers
+def js_reads(arm: Arm) -> tuple[str, str] | None:
+    """The two reads that the JS divergence compares; None where their weights are no distributions, or one for each
+    slice of the width."""
+    return read_pair(arm) if arm.depth.softmax and arm.heads == 1 else None
+
+
+class Divergence:
+    """The JS divergence of an arm's two reads, layer by layer, summed over tokens in float64 on `device`; and their
+    mean weights, so that the JS of the means stands beside the mean JS."""
+
+    def __init__(self, reads: tuple[str, str], n_layer: int, device: torch.device):
+        self.reads, most = reads, 2 * n_layer + 1  # sources: the embedding, and at most every sub-layer's output
+        self.js = torch.zeros(n_layer, dtype=torch.float64, device=device)
+        self.weights = torch.zeros(n_layer, 2, most, dtype=torch.float64, device=device)
+
+    def add(self, record: list[Weights]) -> None:
+        by_name = {(w.layer, w.read): w.weights for w in record}
+        for l in range(len(self.js)):
+            pair = [by_name.get((l, read)) for read in self.reads]
+            if any(w is None for w in pair):  # an arm whose first layers do not read
+                continue
+            self.js[l] += js_divergence(*pair).sum(dtype=torch.float64)
+            for total, w in zip(self.weights[l], pair):
+                total[:len(w)] += w.sum(-1, dtype=torch.float64)
+
+    def result(self, n: int) -> dict:
+        """js and js_of_mean (per layer, nats) and js_mean (over layers 1 to L - 1) of n tokens."""
+        js, of_mean = (self.js / n).tolist(), []
+        for weights in (self.weights / n).cpu():
+            of_mean.append(js_divergence(*weights[:, weights.any(0)]).item())  # without sources that are not there
+        return dict(js=js, js_of_mean=of_mean, js_mean=sum(js[1:]) / (len(js) - 1) if len(js) > 1 else None)
 
 
 def slice_windows(data, split: str, context: int, eval_tokens: int | None) -> tuple[int, bool]:
     """(whole windows of `split` from token 0 that cover `eval_tokens`, or all; whether the split holds that many).
     Raises BadInput for a split with not even one window."""
-    have = (data.meta["splits"][split]["tokens"] - 1) // context
+    tokens = data.meta["splits"][split]["tokens"]
+    have = (tokens - 1) // context
     if have < 1:
-        raise BadInput(f"{data.path}: the {split} split holds {data.meta['splits'][split]['tokens']} tokens, less than one "
-                       f"window of {context} + 1: prepare more text or a larger --{split}_fraction, or lower --context")
+        raise BadInput(f"{data.path}: the {split} split holds {tokens} tokens, less than one window of {context} + 1: "
+                       f"prepare more text or a larger --{split}_fraction, or lower --context")
     want = have if eval_tokens is None else max(1, eval_tokens // context)
     return min(want, have), want <= have
 
@@ -82,63 +127,62 @@ def evaluate(model: GPT, data, split: str, windows: int, batch: int, device: tor
              rank: int = 0, ranks: int = 1, stop=lambda: False, label: str | None = None, observe=None) -> dict | None:
     """NLL over the first `windows` non-overlapping windows of `split`, `batch` at a time, shared among the ranks.
 
-    `autocast` is a function returning the context to run under. Sums are float64, window by window. A CPU takes one window
-    at a time whatever `batch` is, so that nothing depends on `batch` or `ranks`: a product's rounding follows its shape. Returns nll (nats), ppl, bits_per_byte,
-    eval_tokens, js_mean, js, js_of_mean (per layer, nats) and window_nll, float64 [windows]; None when `stop()` said so.
-    `observe(token_nll, record)` is called with every batch: NLL [B, T] and the weights [R, K, N] of each read.
+    `autocast` is a function returning the context to run under. Sums are float64, window by window. A CPU takes one
+    window at a time whatever `batch` is, so that nothing depends on `batch` or `ranks`: a product's rounding follows
+    its shape. Returns nll (nats), ppl, bits_per_byte, eval_tokens, js_mean, js, js_of_mean (per layer, nats) and
+    window_nll, float64 [windows]; None when `stop()` said so. `observe(token_nll, record)` is called with every batch:
+    NLL [B, T] and the Weights of each read. Raises BadInput for a token that the model does not know.
     """
-    T, pair, L = model.config.context, js_pair(model), model.config.n_layer
-    tokens = data.tokens(split)
-    token_bytes = data.token_bytes() if token_bytes is None else token_bytes
-    nll = torch.zeros(windows, dtype=torch.float64)
-    n_bytes = torch.zeros(1, dtype=torch.float64)
-    js = torch.zeros(L, dtype=torch.float64)
-    means = [torch.zeros(2, source_count(model.config, 2 * l), dtype=torch.float64) for l in range(L if pair else 0)]
+    T, pair = model.config.context, js_reads(model.arm)
+    tokens, token_bytes = data.tokens(split), data.token_bytes() if token_bytes is None else token_bytes
+    nll, n_bytes = torch.zeros(windows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    divergence = Divergence(pair, model.config.n_layer, device) if pair else None
     batch = 1 if device.type == "cpu" else batch
-    mine = list(range(rank, windows, ranks))
-    progress = Progress(label or f"evaluating {split}", len(mine) * T, "tokens") if rank == 0 else contextlib.nullcontext()
+    mine, progress = list(range(rank, windows, ranks)), contextlib.nullcontext()
+    if rank == 0:
+        progress = Progress(label or f"evaluating {split}", len(mine) * T, "tokens")
     with progress:
-        for start in range(0, -(-windows // ranks), batch):  # the same number of rounds, and of stop() calls, on every rank
+        for start in range(0, -(-windows // ranks), batch):  # as many rounds, and calls of stop(), on every rank
             if stop():
                 return None
             index = mine[start:start + batch]
             if not index:
                 continue
-            ids = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in index]).astype(np.int64))
-            x, y = ids[:, :-1].to(device), ids[:, 1:].to(device)
-            record = [] if pair or observe and model.recorded() else None
+            rows = np.stack([tokens[i * T:i * T + T + 1] for i in index]).astype(np.int64)
+            if rows.max() >= model.config.vocab_size:
+                raise BadInput(f"{data.path}: the {split} split holds token {rows.max()}, and the model knows "
+                               f"{model.config.vocab_size:,}: prepare the data anew with the run's tokenizer")
+            ids = torch.from_numpy(rows).to(device)
+            record = [] if pair or observe else None
             with autocast():
-                token_nll = model.token_nll(x, y, record)
-            nll[index] = token_nll.double().mean(1).cpu()
+                token_nll = model.token_nll(ids[:, :-1], ids[:, 1:], record)
+            if pair:
+                divergence.add(record)
             if observe:
-                observe(token_nll, record or [])
-            n_bytes += float(token_bytes[ids[:, 1:].numpy()].sum())
-            for l in range(L if pair else 0):
-                weights = record[2 * l][list(pair)]  # the attention's record; the MLP's is the next
-                js[l] += js_divergence(weights[0], weights[1]).sum(dtype=torch.float64).cpu()
-                means[l] += weights.sum(-1, dtype=torch.float64).cpu()  # [2, K]
+                observe(token_nll, record)
+            n_bytes += float(token_bytes[rows[:, 1:]].sum())
+            nll[index] = token_nll.double().mean(1).cpu()  # the one wait for the device
             if rank == 0:
                 progress.update(len(index) * T)
     if ranks > 1:
-        for s in (nll, n_bytes, js, *means):  # a rank that had no window takes part too
+        for s in (nll, n_bytes, *([divergence.js, divergence.weights] if pair else [])):
             moved = s.to(device)
-            torch.distributed.all_reduce(moved)
-            s.copy_(moved.cpu())
-    n = windows * T
-    mean = nll.mean().item()
-    out = dict(nll=mean, ppl=math.exp(mean) if mean < 700 else None, eval_tokens=n, js_mean=None, js=None, js_of_mean=None,
-               bits_per_byte=mean * n / (math.log(2) * n_bytes.item()) if n_bytes.item() else None,
-               window_nll=nll.numpy())
+            torch.distributed.all_reduce(moved)  # a rank that had no window takes part too
+            s.copy_(moved)
+    n, mean = windows * T, nll.mean().item()
+    result = dict(nll=mean, ppl=math.exp(mean) if mean < 700 else None, eval_tokens=n, js_mean=None, js=None,
+                  js_of_mean=None, bits_per_byte=None, window_nll=nll.numpy())
+    if n_bytes.item():
+        result["bits_per_byte"] = mean * n / (math.log(2) * n_bytes.item())
     if pair:
-        of_mean = [js_divergence(*(m / n)).item() for m in means]
-        js = (js / n).tolist()
-        out.update(js=js, js_of_mean=of_mean, js_mean=sum(js[1:]) / (L - 1) if L > 1 else None)
-    return out
+        result.update(divergence.result(n))
+    return result
 
 
 def store(folder: Path, result: dict, run: str, split: str, step: int, tokens: int, backend: str, fingerprint: str,
           path: Path | None = None) -> Path:
-    """Write eval/<split>-<step>.json (or `path`) and .npy in a run's folder, the .npy first: the .json says both are whole."""
+    """Write eval/<split>-<step>.json (or `path`) and .npy in a run's folder, the .npy first: the .json says that both
+    are whole."""
     path = path or folder / "eval" / f"{split}-{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path.with_suffix(".npy")) as f:
@@ -167,10 +211,16 @@ def pick_device(requested: str) -> torch.device:
         torch.cuda.set_device(device)
         return device
     if os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0"):
-        why = ("this torch is a CPU build" if torch.version.cuda is None
-               else f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it")
-        raise BadInput(f"an NVIDIA GPU is here but torch cannot use it: {why}; see the README's install table, "
-                       "or pass --device=cpu")
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if torch.version.cuda is None:
+            why = "this torch is a CPU build; see the README's install table"
+        elif shown in ("", "-1"):
+            why = f"none is visible to it, because CUDA_VISIBLE_DEVICES={shown!r}: unset that"
+        else:
+            why = f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it"
+            if shown is not None:
+                why += f", or CUDA_VISIBLE_DEVICES={shown!r} names none that is here"
+        raise BadInput(f"an NVIDIA GPU is here but torch cannot use it: {why}, or pass --device=cpu")
     if requested == "cuda":
         raise BadInput("--device=cuda: no GPU is visible to torch")
     return torch.device("cpu")
@@ -188,35 +238,43 @@ def pick_dtype(requested: str, device: torch.device) -> tuple[str, str]:
     return "float32", "this CPU has no AMX, without which bfloat16 is slower than float32"
 
 
-def model_config(c: dict) -> GPTConfig:
-    """The GPTConfig inside a run's config.json."""
-    names = {f.name for f in dataclasses.fields(GPTConfig)}
-    return GPTConfig(**{k: v for k, v in c.items() if k in names})
-
-
 def make_autocast(device: torch.device, dtype: str):
     """A function that returns the autocast context of `dtype` on `device`."""
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
 
 
+def model_config(c: dict) -> GPTConfig:
+    """The GPTConfig inside a run's config.json. Raises BadInput."""
+    try:
+        return GPTConfig.from_run(c)
+    except ValueError as e:
+        raise BadInput(str(e)) from None
+
+
 def load_checkpoint(folder: Path) -> dict | None:
     """The newest checkpoint that loads; None when there is none. Raises BadInput when there are some and none loads."""
-    paths = [folder / "ckpt.pt", *sorted(folder.glob("ckpt-*.pt"), key=lambda p: -int(p.stem[5:] or 0))]
-    broken = []
+    older = [p for p in folder.glob("ckpt-*.pt") if re.fullmatch(r"\d+", p.stem[5:])]
+    paths, broken = [folder / "ckpt.pt", *sorted(older, key=lambda p: -int(p.stem[5:]))], []
     for path in paths:
-        if path.exists():
-            try:
-                saved = torch.load(path, map_location="cpu", weights_only=True)
-                break
-            except Exception as e:  # torch raises many kinds for a file that is cut short
-                broken.append(f"{path} does not load ({type(e).__name__}); delete it to start from the one before, or anew")
+        if not path.exists():
+            continue
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            form, arch = saved["format"], saved["arch"]
+            break
+        except Exception as e:  # torch raises many kinds for a file that is cut short
+            broken.append(f"{path} does not load ({type(e).__name__}); delete it to start from the one before, or anew")
     else:
         if broken:
             raise BadInput("\n".join(broken))
         return None
-    reads = find_arm(saved["arch"]).reads
-    if saved["format"] == 1 and list(reads) != sorted(reads):
-        raise BadInput(f"{path} has format 1, in which the queries of {saved['arch']} stand under each other's names: train it anew")
+    try:
+        reads = find_arm(arch).reads
+    except ValueError as e:
+        raise BadInput(f"{path}: {e}") from None
+    if form == 1 and list(reads) != sorted(reads):
+        raise BadInput(f"{path} has format 1, in which the queries of {arch} stand under each other's names: train it "
+                       "anew")
     return saved
 
 
@@ -225,74 +283,165 @@ def load_state(folder: Path) -> tuple[dict, dict, int]:
     config, saved = read_json(folder / "config.json"), load_checkpoint(folder)
     if saved is None:
         raise BadInput(f"{folder} has no ckpt.pt: the run has not reached its first checkpoint")
+    if saved.get("name") not in (None, config.get("name")):
+        raise BadInput(f"{folder}: its checkpoint is that of another run, {saved['name']}")
     return saved["model"], config, saved["step"]
 
 
 def load_run(folder: Path, device: torch.device, backend: str | None = None) -> tuple[GPT, dict, int]:
     """(model at its last checkpoint, config, step) of a run folder. Raises BadInput."""
     state, config, step = load_state(folder)
-    model = GPT(model_config(config | ({"backend": backend} if backend else {})))
+    if backend:
+        config = config | {"backend": backend}
+    model = GPT(model_config(config), seed=None)
     want = model.state_dict()
-    wrong = [f"{n}: {tuple(state[n].shape)} saved, {tuple(p.shape)} in config.json" if n in state else f"{n} is missing"
-             for n, p in want.items() if n not in state or state[n].shape != p.shape]
-    wrong += [f"{n} is not of this arm" for n in state if n not in want]
+    wrong = [f"{name} is not of this arm" for name in state if name not in want]
+    for name, p in want.items():
+        if name not in state:
+            wrong.append(f"{name} is missing")
+        elif state[name].shape != p.shape:
+            wrong.append(f"{name}: {tuple(state[name].shape)} saved, {tuple(p.shape)} in config.json")
     if wrong:
-        raise BadInput(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(wrong[:3])}"
-                       + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""))
-    model.config.backend, _ = choose_backend(model.config.backend, device)
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise BadInput(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(wrong[:3])}{more}")
+    model.config.backend = backend_here(model.config.backend, device)
     model.load_state_dict(state)
     return model.to(device).eval(), config, step
 
 
-class Case:
-    """One run, loaded, and what it is evaluated on. Raises BadInput where they are not whole or do not belong together."""
+def backend_here(requested: str, device: torch.device) -> str:
+    """The backend that `requested` means on `device`. Raises BadInput."""
+    try:
+        return choose_backend(requested, device)[0]
+    except ValueError as e:
+        raise BadInput(str(e)) from None
 
-    def __init__(self, folder: Path, f: "Flags", device: torch.device):
-        if not folder.is_dir():
-            raise BadInput(f"{folder} is not a folder")
+
+def runs_among(paths: list[str]) -> list[Path]:
+    """Those of `paths` that are run folders; the others, as `runs/*` brings them, are named on stderr. Raises BadInput
+    for a path that does not exist, and where nothing is left."""
+    folders = []
+    for path in map(Path, paths):
+        try:
+            if not path.exists():
+                raise BadInput(f"{path} does not exist: name run folders, as in python eval.py runs/nano-rd-s123")
+            if (path / "config.json").exists():
+                folders.append(path)
+                continue
+            why = "has no config.json" if path.is_dir() else "is not a folder"
+        except PermissionError:
+            why = "may not be read"
+        print(f"skipped: {path} {why}, so it is no run", file=sys.stderr)
+    if not folders:
+        raise BadInput("no run folder is among the paths given: name one, as in python eval.py runs/nano-rd-s123")
+    return folders
+
+
+def tokenizer_of(folder: Path, config: dict, data: str | None) -> Path:
+    """The tokenizer.json that a run was trained with: the one in its folder, or the data's. Raises BadInput."""
+    tried = [folder / "tokenizer.json", Path(data or config["data"]) / "tokenizer.json"]
+    for path in tried:
+        if path.is_file() and sha256_of(path) == config["tokenizer_sha256"]:
+            return path
+    raise BadInput(f"{folder}: neither {tried[0]} nor {tried[1]} is the tokenizer that it was trained with: copy that "
+                   "one into the run's folder")
+
+
+NEEDED = ("name", "data", "dtype", "eval_tokens", "micro_batch", "tokens_per_step", "tokenizer_sha256",
+          "data_fingerprint")  # of a run's config.json, beside the model's
+
+
+class Case:
+    """One run, loaded, and what is asked of it. Raises BadInput where the parts are not whole, do not belong together
+    or cannot do what is asked, before any work."""
+
+    def __init__(self, folder: Path, f: Flags, device: torch.device):
         self.folder, self.flags, self.device, self.name, self.split = folder, f, device, folder.resolve().name, f.split
         self.model, self.config, self.step = load_run(folder, device, f.backend)
-        c, self.data = self.config, open_data(Path(f.data or self.config["data"]), splits=(f.split,))
+        missing = [key for key in NEEDED if key not in self.config]
+        if missing:
+            raise BadInput(f"{folder}/config.json lacks {', '.join(missing)}: it is not one that train.py wrote")
+        self.autocast = make_autocast(device, self.config["dtype"])
+        self.unstored = []  # why what was measured could not be written
+        self.layers, self.interventions = parse_layers(f.layers, self.model.config.n_layer), {}
+        for text in f.texts():
+            self.interventions[text] = plan(self.model, text, self.layers)
+        if f.compare_backends:
+            check_comparable(self)
+        if f.sample is not None or f.export:
+            self.tokenizer = tokenizer_of(folder, self.config, f.data)
+        if f.evaluates() or f.compare_backends:
+            self.open_data()
+
+    def open_data(self) -> None:
+        c, f = self.config, self.flags
+        self.data = open_data(Path(f.data or c["data"]), splits=(f.split,))
         if self.data.meta["tokenizer_sha256"] != c["tokenizer_sha256"]:
-            raise BadInput(f"{self.data.path} was encoded with another tokenizer than {self.name} was trained with: prepare it "
-                           f"with --tokenizer={c['data']}/tokenizer.json")
+            raise BadInput(f"{self.data.path} was encoded with another tokenizer than {self.name} was trained with: "
+                           f"prepare it with --tokenizer={c['data']}/tokenizer.json")
         self.elsewhere = self.data.fingerprint != c["data_fingerprint"]
         if self.elsewhere and not f.data:
-            raise BadInput(f"{self.data.path} has changed since {self.name} was trained on it ({c['data_fingerprint']} then, "
-                           f"{self.data.fingerprint} now); --data={self.data.path} evaluates on it all the same")
+            raise BadInput(f"{self.data.path} has changed since {self.name} was trained on it ({c['data_fingerprint']} "
+                           f"then, {self.data.fingerprint} now); --data={self.data.path} evaluates on it all the same")
         self.windows, self.enough = slice_windows(self.data, f.split, c["context"], f.eval_tokens or c["eval_tokens"])
-        self.autocast = make_autocast(device, c["dtype"])
 
     def measure(self, observe=None, label: str | None = None) -> dict:
-        return evaluate(self.model, self.data, self.split, self.windows, self.flags.eval_batch or self.config["micro_batch"],
-                        self.device, self.autocast, label=label or self.name, observe=observe)
+        batch = self.flags.eval_batch or self.config["micro_batch"]
+        return evaluate(self.model, self.data, self.split, self.windows, batch, self.device, self.autocast,
+                        label=label or self.name, observe=observe)
 
     def facts(self) -> dict:
-        return dict(run=self.config["name"], arch=self.config["arch"], split=self.split, step=self.step, windows=self.windows,
-                    eval_tokens=self.windows * self.config["context"], backend=self.model.config.backend,
-                    data_fingerprint=self.data.fingerprint)
+        return dict(run=self.config["name"], arch=self.config["arch"], split=self.split, step=self.step,
+                    windows=self.windows, eval_tokens=self.windows * self.config["context"],
+                    backend=self.model.config.backend, data_fingerprint=self.data.fingerprint)
 
     def path(self, kind: str = "") -> Path:
-        """A .json in the run's eval/ folder. stats.py takes those that begin with the split for evaluations of the run: what
-        was measured on other data, and every `kind` but "", begins otherwise."""
-        facts = self.facts()
-        name = kind + f"on-{self.data.path.resolve().name}-" * self.elsewhere + f"{self.split}-{self.step:06d}"
-        name += f"-{facts['backend']}" * (facts["backend"] != self.config["backend"])
-        return self.folder / "eval" / (name + f"-{facts['eval_tokens']}" * bool(self.flags.eval_tokens) + ".json")
+        """A .json in the run's eval/ folder. stats.py takes those that begin with the split for evaluations of the run:
+        what was measured on other data, and every `kind` but "", begins otherwise."""
+        parts = [kind] if kind else []
+        if self.elsewhere:
+            parts.append(f"on-{self.data.path.resolve().name}")
+        parts += [self.split, f"{self.step:06d}"]
+        if self.model.config.backend != self.config["backend"]:
+            parts.append(self.model.config.backend)
+        if self.flags.eval_tokens:
+            parts.append(str(self.windows * self.config["context"]))
+        return self.folder / "eval" / f"{'-'.join(parts)}.json"
+
+    def keep(self, write: typing.Callable, path: Path, *args) -> str:
+        """write(path, *args) and say where that is; where the system forbids it, note it: what was measured is yet to
+        be printed."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, *args)
+            return f"stored in {path}"
+        except OSError as e:
+            self.unstored.append(f"{path} could not be written ({os.strerror(e.errno)}): its numbers stand above")
+            return "not stored"
 
 
 def table(header: list, rows: typing.Iterable[list]) -> str:
     return "\n".join(f"| {' | '.join(map(str, r))} |" for r in (header, ["---"] * len(header), *rows))
 
 
+def number(x: float | None, digits: int) -> str:
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's
+
+
 @contextlib.contextmanager
-def figure(path: Path, **layout):
-    """Figure and axes to draw on; the PNG appears, whole, when the block ends."""
+def figure(path: Path, title: str, width: float, height: float, **layout):
+    """Figure and axes to draw on, in inches, under a title that is wrapped to the width; the PNG appears, whole, when
+    the block ends."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}):
-        fig, axes = plt.subplots(squeeze=False, layout="constrained", **layout)
+    look = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    with plt.rc_context(look):
+        fig, axes = plt.subplots(squeeze=False, layout="constrained", figsize=(width, height), **layout)
+        fig.suptitle(textwrap.fill(title, int(15 * width)), fontsize=8)  # 15 letters of that size are an inch or less
         yield fig, axes[0]
         with atomic_file(path) as out:
             fig.savefig(out, format="png", dpi=200, metadata={"Software": None})
@@ -307,354 +456,589 @@ class RouteReport:
     """Observes an evaluation: weights and entropy of every read, JS divergence, each with its spread over tokens."""
 
     def __init__(self, case: Case):
-        self.c, self.pair, self.n, self.sums, self.js = case.model.config, js_pair(case.model), 0, {}, {}
-        self.arm, self.rows = case.model.arm, case.model.recorded()
-        self.stride = -(-case.windows * self.c.context // 2 ** 20)  # a million tokens are enough for deciles
+        self.pair, self.softmax = js_reads(case.model.arm), case.model.arm.depth.softmax
+        self.n, self.sums, self.running, self.js = 0, {}, {}, {}
+        self.stride = -(-case.windows * case.config["context"] // 2 ** 20)  # a million tokens are enough for deciles
 
-    def __call__(self, token_nll: torch.Tensor, record: list[torch.Tensor]) -> None:
+    def __call__(self, token_nll: torch.Tensor, record: list[Weights]) -> None:
         self.n += token_nll.numel()
-        for i, w in enumerate(record):
-            entropy = -torch.xlogy(w, w).sum(1)
-            new = [x.sum(-1, dtype=torch.float64).cpu() for x in (w, w.square(), entropy, entropy.square())]
-            self.sums[i] = [a + b for a, b in zip(self.sums.get(i, [0] * 4), new)]
-        for l in range(self.c.n_layer if self.pair else 0):
-            js = js_divergence(*record[2 * l][list(self.pair)])
-            self.js.setdefault(l, []).append(js[::self.stride].cpu().numpy())
+        for layer, read, w, self.running[layer, read] in record:
+            per_token = [w, w.square()]
+            if self.softmax:  # others' weights are no distributions: they have no entropy
+                entropy = -torch.xlogy(w, w).sum(0)
+                per_token += [entropy, entropy.square()]
+            new = [x.sum(-1, dtype=torch.float64) for x in per_token]
+            old = self.sums.get((layer, read))
+            self.sums[layer, read] = [a + b for a, b in zip(old, new)] if old else new
+        by_name = {(w.layer, w.read): w.weights for w in record}
+        for layer, read in by_name:
+            if self.pair and read == self.pair[0]:
+                js = js_divergence(by_name[layer, read], by_name[layer, self.pair[1]])
+                self.js.setdefault(layer, []).append(js[::self.stride])
 
     def result(self, measured: dict) -> dict:
-        """`reads`: for each its layer, mean weights and their sd [K] over tokens, entropy and its sd in nats, and whether its
-        last source is a block still being summed; `js`: for each layer mean, sd, deciles. `measured`: of evaluate."""
-        reads, js, names = [], [], self.arm.reads
-        routes = issubclass(self.arm.depth, Depth)  # others' weights are no distributions: they have no entropy
-        for i, sums in self.sums.items():
-            l, rows = self.rows[i]
-            w, w2, e, e2 = (s / self.n for s in sums)
-            w_sd, e_sd = ((x2 - x.square()).clamp_min(0).sqrt().tolist() for x, x2 in ((w, w2), (e, e2)))
-            running = routes and self.arm.sources == "block" and l < self.c.n_layer and w.shape[1] > 1 + l // self.c.block_layers
-            reads += [dict(layer=l, read=name, running=running, weights=w[r].tolist(), weights_sd=w_sd[r],
-                           entropy=e[r].item() if routes else None, entropy_sd=e_sd[r] if routes else None)
-                      for r, name in enumerate(rows)]
-        for l, parts in self.js.items():
-            x = np.concatenate(parts).astype(np.float64)
-            js.append(dict(layer=l, mean=measured["js"][l], sd=x.std(), **{f"q{q}": np.percentile(x, q) for q in (10, 50, 90)},
-                           of_mean=measured["js_of_mean"][l]))
-        return dict(reads=reads, js=js, js_reads=[names[i] for i in self.pair or ()], js_mean=measured["js_mean"])
+        """`reads`: for each its layer, mean weights and their sd [K] over tokens, entropy and its sd in nats, and
+        whether its last source is a block still being summed; `js`: for each layer mean, sd, deciles. `measured`: of
+        evaluate."""
+        reads, js = [], []
+        for (layer, read), sums in self.sums.items():
+            means = [(s / self.n).cpu() for s in sums]
+            entropy = entropy_sd = None
+            weights_sd = (means[1] - means[0].square()).clamp_min(0).sqrt().tolist()
+            if self.softmax:
+                entropy, entropy_sd = means[2].item(), (means[3] - means[2].square()).clamp_min(0).sqrt().item()
+            reads.append(dict(layer=layer, read=read, running=self.running[layer, read], weights=means[0].tolist(),
+                              weights_sd=weights_sd, entropy=entropy, entropy_sd=entropy_sd))
+        for layer, parts in self.js.items():
+            x = torch.cat(parts).double().cpu().numpy()
+            deciles = {f"q{q}": np.percentile(x, q) for q in (10, 50, 90)}
+            js.append(dict(layer=layer, mean=measured["js"][layer], sd=x.std(), **deciles,
+                           of_mean=measured["js_of_mean"][layer]))
+        return dict(reads=reads, js=js, js_reads=list(self.pair or ()), js_mean=measured["js_mean"])
 
 
 def report_text(report: dict) -> str:
-    K, rows = max(len(r["weights"]) for r in report["reads"]), []
+    most, rows = max(len(r["weights"]) for r in report["reads"]), []
     for r in report["reads"]:
-        cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(r["weights"], r["weights_sd"])]
-        cells[-1] += "*" * r["running"]
-        rows.append([r["layer"], r["read"], *cells, *[""] * (K - len(cells)), *(["-"] * 2 if r["entropy"] is None else
-                     [f"{r['entropy']:.3f} ± {r['entropy_sd']:.3f}", f"{math.log(len(cells)):.3f}"])])
-    text = "\nDepth weights, mean ± sd over tokens (source 0 the embedding, source k block k, * the block being summed):\n\n" \
-        + table(["layer", "read", *(f"source {k}" for k in range(K)), "entropy", "at most"], rows)
+        cells = [f"{mean:.3f} ± {sd:.3f}" for mean, sd in zip(r["weights"], r["weights_sd"])]
+        if r["running"]:
+            cells[-1] += "*"
+        entropy = ["-", "-"]
+        if r["entropy"] is not None:
+            entropy = [f"{r['entropy']:.3f} ± {r['entropy_sd']:.3f}", f"{math.log(len(cells)):.3f}"]
+        rows.append([r["layer"], r["read"], *cells, *[""] * (most - len(cells)), *entropy])
+    header = ["layer", "read", *(f"source {k}" for k in range(most)), "entropy", "at most"]
+    text = "\nDepth weights, mean ± sd over tokens (source 0 the embedding, source k block k, * the block being " \
+           f"summed):\n\n{table(header, rows)}"
     if report["js"]:
-        text += f"\n\nJS divergence of {' and '.join(report['js_reads'])} in nats, over tokens:\n\n" + table(
-            ["layer", "mean", "sd", "10%", "median", "90%", "of mean weights"],
-            [[j["layer"], *(f"{x:.5f}" for x in list(j.values())[1:])] for j in report["js"]])
+        header = ["layer", "mean", "sd", "10%", "median", "90%", "of mean weights"]
+        keys = ("mean", "sd", "q10", "q50", "q90", "of_mean")
+        rows = [[j["layer"], *(number(j[key], 5) for key in keys)] for j in report["js"]]
+        text += f"\n\nJS divergence of {' and '.join(report['js_reads'])} in nats, over tokens:\n\n"
+        text += table(header, rows)
     return text
 
 
 def draw_report(path: Path, report: dict) -> None:
     """Depth heat maps of the attention's reads side by side, and the JS profile."""
     reads, js = [r for r in report["reads"] if r["read"] not in ("mlp", "out")], report["js"]
-    names, layers = list(dict.fromkeys(r["read"] for r in reads))[:8], list(dict.fromkeys(r["layer"] for r in reads))
-    K, n = max(len(r["weights"]) for r in reads), len(names) + bool(js)
-    with figure(path, ncols=n, figsize=(1 + n * (1 + 0.4 * K), 1.4 + 0.24 * max(len(layers), 6)), sharey=True) as (fig, axes):
+    reads = reads or report["reads"]  # an arm that mixes elsewhere
+    names, most = list(dict.fromkeys(r["read"] for r in reads))[:8], max(len(r["weights"]) for r in reads)
+    layers, n = list(range(max(r["layer"] for r in reads) + 1)), len(names) + bool(js)
+    numbered = most <= 12  # more have no room for numbers in their cells
+    width, height = 1 + n * (1 + (0.4 if numbered else 0.1) * most), 1.4 + 0.24 * max(len(layers), 6)
+    title = f"{report['run']}, step {report['step']:,}, {report['split']} (* the block being summed)"
+    with figure(path, title, width, height, ncols=n, sharey=True) as (fig, axes):
         for ax, name in zip(axes, names):
-            grid = np.full((max(layers) + 1, K), np.nan)
-            for r in (r for r in reads if r["read"] == name):
-                for k, x in enumerate(r["weights"]):
-                    grid[r["layer"], k] = x
-                    star = "*" * (r["running"] and k == len(r["weights"]) - 1)
-                    ax.text(k, r["layer"], f"{x:.2f}{star}", ha="center", va="center", fontsize=6, color="k" if x > 0.5 else "w")
+            grid = np.full((len(layers), most), np.nan)
+            for r in reads:
+                if r["read"] == name:
+                    grid[r["layer"], :len(r["weights"])] = r["weights"]
+                    if numbered:
+                        write_weights(ax, r)
             image = ax.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
             ax.set(title=f"{name.upper()} read", xlabel="source", yticks=layers)
-            ax.set_xticks(range(K), ["emb", *range(1, K)])
+            sources = range(0, most, 1 if numbered else 4)
+            ax.set_xticks(sources, [k or "emb" for k in sources])
         axes[0].set_ylabel("layer")
         fig.colorbar(image, ax=list(axes[:len(names)]), label="mean depth weight", pad=0.01)
         if js:
-            ax, (mean, low, high, of_mean) = axes[-1], ([j[k] for j in js] for k in ("mean", "q10", "q90", "of_mean"))
-            ax.fill_betweenx(layers, low, high, color=COLOURS[0], alpha=0.25, lw=0, label="10% to 90% of tokens")
-            ax.plot(mean, layers, "o-", ms=3, color=COLOURS[0], label="mean over tokens")
-            ax.plot(of_mean, layers, "s--", ms=3, color=COLOURS[1], label="of mean weights")
-            ax.set(title=" and ".join(x.upper() for x in report["js_reads"]), xlabel="JS divergence (nats)", xlim=(0, None))
+            ax, at = axes[-1], [j["layer"] for j in js]
+            mean, low, high, of_mean = ([j[key] for j in js] for key in ("mean", "q10", "q90", "of_mean"))
+            ax.fill_betweenx(at, low, high, color=COLOURS[0], alpha=0.25, lw=0, label="10% to 90% of tokens")
+            ax.plot(mean, at, "o-", ms=3, color=COLOURS[0], label="mean over tokens")
+            ax.plot(of_mean, at, "s--", ms=3, color=COLOURS[1], label="of mean weights")
+            pair = " and ".join(read.upper() for read in report["js_reads"])
+            ax.set(title=pair, xlabel="JS divergence (nats)", xlim=(0, None))
             ax.locator_params(axis="x", nbins=4)
             ax.legend(fontsize=6)
-        fig.suptitle(f"{report['run']}, step {report['step']:,}, {report['split']} (* the block being summed)", fontsize=8)
+
+
+def write_weights(ax, read: dict) -> None:
+    """The numbers in one row of a heat map."""
+    last = len(read["weights"]) - 1
+    for k, x in enumerate(read["weights"]):
+        star = "*" if read["running"] and k == last else ""
+        colour = "k" if x > 0.5 else "w"
+        ax.text(k, read["layer"], f"{x:.2f}{star}", ha="center", va="center", fontsize=6, color=colour)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Interventions
 
 
-class Altered(Routes):
-    """A depth memory some of whose reads are altered. `changes`: by number of the read, counted as in `record`, and by row
-    of its queries, the query [d] to use instead, or the index of the only source to read."""
+class Place(typing.NamedTuple):
+    """One depth read whose query is a parameter."""
 
-    def __init__(self, *args, changes: dict[int, dict[int, torch.Tensor | int]], **kw):
-        super().__init__(*args, **kw)
-        self.changes, self.count = changes, 0
+    layer: int  # L for the output
+    feed: str
+    name: str  # of the parameter
+    n_sources: int
 
-    def read(self, queries, key_gain, out_gain=None, ahead=None, last=False):
-        rows = self.changes.get(self.count, {})
-        self.count += 1
-        single = {r: s for r, s in rows.items() if isinstance(s, int)}
-        sources = [*self.completed, *([] if self.partial is None else [self.partial])] if single else []
-        other = queries.clone()
-        for r in rows.keys() - single:
-            other[r] = rows[r]
-        if torch.equal(other, queries):  # stays the same object, by which the fused route knows a read it opened ahead
-            other = queries
-        mixtures = list(super().read(other, key_gain, out_gain, ahead, last))
-        for r, s in single.items():  # through the route itself: where a layer has one source this repeats it to the bit
-            (mixtures[r],) = route((sources[s],), queries[r:r + 1], key_gain, out_gain, self.eps, self.backend)
-            if self.record is not None:
-                self.record[-1][r] = 0.0
-                self.record[-1][r, s] = 1.0
-        return tuple(mixtures)
+
+Change = dict[Place, torch.Tensor | int]  # what a read gets: another query [d], or one source alone, by its index
+
+
+@torch.no_grad()
+def places_of(model: GPT) -> dict[tuple[int, str], Place]:
+    """The reads of a softmax mixture over depth by layer and feed; how many sources each has is seen in a pass."""
+    if not model.arm.depth.softmax:
+        return {}
+    record, kinds, found = [], model.kinds(), {}
+    model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=model.wte.device), record)
+    n_sources = {(w.layer, w.read): len(w.weights) for w in record}
+    for prefix, mixer in model.mixers().items():
+        for i, feed in enumerate(mixer.feeds):
+            name, first = f"{prefix}.query.{feed}", i * len(mixer.names) // len(mixer.feeds)
+            if kinds.get(name) == "queries":  # a read in heads is recorded by head
+                key = mixer.layer, feed
+                found[key] = Place(*key, name, n_sources[mixer.layer, mixer.names[first]])
+    return found
+
+
+def one_source(depth: type, sources: dict[tuple[int, str], int]) -> type:
+    """The depth memory `depth`, some of whose reads get one of their sources alone: for they are made once more with
+    that source as the only one, where a softmax gives it the weight 1."""
+
+    class OneSource(depth):
+        def read(self, read, out_gain, ahead=None, last=False):
+            picked = {feed: sources[read.layer, feed] for feed in read.feeds if (read.layer, feed) in sources}
+            if not picked:
+                return super().read(read, out_gain, ahead, last)
+            all_sources = [*self.completed, self.partial]
+            hs = list(super().read(read, out_gain, ahead, last))
+            before = self.sources, self.n_completed, self.opened, self.kept
+            for feed, s in picked.items():
+                self.sources, self.n_completed, self.opened = [all_sources[s]], 1, None
+                self.kept = None if self.kept is None else []
+                (hs[read.feeds.index(feed)],) = super().read(read, out_gain, feeds=(feed,))
+            self.sources, self.n_completed, self.opened, self.kept = before
+            if self.kept is not None:
+                self.kept[-len(read.names):] = [one_hot(w, read, picked) for w in self.kept[-len(read.names):]]
+            return tuple(hs)
+
+    return OneSource
+
+
+def one_hot(recorded: Weights, read, picked: dict[str, int]) -> Weights:
+    feed = read.feeds[read.names.index(recorded.read) * len(read.feeds) // len(read.names)]
+    if feed not in picked:
+        return recorded
+    weights = torch.zeros_like(recorded.weights)
+    weights[picked[feed]] = 1
+    return recorded._replace(weights=weights)
+
+
+@contextlib.contextmanager
+def changed(model: GPT, change: Change):
+    """`model` with `change`; afterwards it is as it was, bit for bit."""
+    queries = {place.name: x for place, x in change.items() if isinstance(x, torch.Tensor)}
+    sources = {(place.layer, place.feed): x for place, x in change.items() if isinstance(x, int)}
+    before = {name: model.get_parameter(name).detach().clone() for name in queries}
+    try:
+        set_parameters(model, queries)
+        if sources:
+            model.memory = one_source(model.arm.depth, sources)
+        yield
+    finally:
+        set_parameters(model, before)
+        model.memory = None
+
+
+@torch.no_grad()
+def set_parameters(model: GPT, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        model.get_parameter(name).copy_(value)
 
 
 def parse_layers(text: str | None, n_layer: int) -> list[int]:
     """5,6 or 2-4 as a list of layers; all of them for None. Raises BadInput."""
-    parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", p) for p in (text or f"0-{n_layer - 1}").split(",")]
-    if not all(parts):
-        raise BadInput(f"--layers={text} wants layers or ranges of them, as in 5,6 or 2-4")
-    layers = sorted({l for m in parts for l in range(int(m[1]), int(m[2] or m[1]) + 1)})
-    if not layers or layers[-1] >= n_layer:
-        raise BadInput(f"--layers={text} is out of range: the layers are 0 to {n_layer - 1}")
-    return layers
+    if text is None:
+        return list(range(n_layer))
+    layers = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
+        if not match:
+            raise BadInput(f"--layers={text} wants layers or ranges of them, as in 5,6 or 2-4")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < n_layer:
+            raise BadInput(f"--layers={text} is out of range: the layers are 0 to {n_layer - 1}")
+        layers.update(range(first, last + 1))
+    return sorted(layers)
 
 
-def plan(model: GPT, text: str, layers: list[int]) -> dict[int, dict[int, torch.Tensor | int]]:
-    """The changes (see Altered) that the intervention `text` makes in `layers`; none where a read would only get its own
-    query. Raises BadInput for what is no intervention, or not one of this arm."""
-    c, pair, state = model.config, js_pair(model), model.state_dict()
-    reads = model.arm.reads if model.arm.depth is Routes else ()  # what it alters is the routes' own
-    read, _, source = text.partition(":")
-    kinds = dict(source=r"source-?\d+", layer=r"layer\d+", uniform="uniform", run="run=.+")
-    kind = next((k for k, pattern in kinds.items() if re.fullmatch(pattern, source)), None)
-    number = int(source[len(kind):]) if kind in ("source", "layer") else 0
-    serving = lambda x: next((r for r in reads if x and set(x) <= set(r)), None)
-    has = f"{c.arch} has the reads {', '.join((*reads, 'mlp', 'out') if reads else ['none'])}"
-    fail = lambda why: BadInput(f"--intervene={text}: {why}; {has}")
-    if text == "swap" and reads:
-        moves = {reads[a]: reads[b] for a, b in (pair, pair[::-1])} if pair else {}
-    elif serving(read) and serving(read) == serving(source):
-        moves = {}
-    elif not reads or not (kind or serving(source)):
-        known = ["swap", *(f"{r}:{s}" for r in (*reads, "mlp", "out") for s in (*reads, "uniform", "source0", "layer0"))]
-        raise fail(f"unknown{did_you_mean(text, known)} READ:FROM takes as FROM a read, uniform, sourceN, layerN or run=FOLDER")
-    else:
-        moves = {r: source for r in ((read,) if read in ("mlp", "out") else reads) if set(r) <= set(read)}
-        if not moves or sorted("".join(moves)) != sorted(read):
-            raise fail(f"{read!r} is no read of its own")
-    if kind == "run":
-        state = load_state(Path(source[4:]))[0]
-
-    def query(l: int, read: str) -> torch.Tensor:
-        part = "out_read" if read == "out" and l == c.n_layer else f"layers.{l}.{'mlp' if read == 'mlp' else 'attn'}_read"
-        hit = [n for n in state if n.startswith(f"{part}.query.") and set(read) <= set(n.rsplit(".", 1)[1])]
-        if not hit or state[hit[0]].shape != model.out_norm.shape:
-            raise fail(f"layer {l} is out of range (0 to {c.n_layer - 1}) or has no {part}.query.{read} of width {c.n_embd}")
-        return state[hit[0]].to(model.wte.device)
-
-    changes = {}
-    for l in layers if read != "out" else [c.n_layer]:
-        K = source_count(c, i := 2 * l + (read == "mlp"))
-        for name, new in moves.items() if kind != "source" or -K <= number < K else ():
-            changes.setdefault(i, {})[reads.index(name) if name in reads else 0] = \
-                number % K if kind == "source" else torch.zeros_like(model.out_norm) if kind == "uniform" else \
-                query(number if kind == "layer" else l, name if kind in ("layer", "run") else new)
-    if moves and not changes:
-        raise fail("no such source in these layers")
-    return changes
+def serving(reads: tuple[str, ...], roles: str) -> str | None:
+    """The read that feeds all of `roles`, letters out of q, k and v."""
+    if not roles or len(set(roles)) < len(roles):
+        return None
+    return next((read for read in reads if set(roles) <= set(read)), None)
 
 
-def effect(case: Case, before: dict, changes: dict, label: str) -> dict:
-    """NLL with `changes`, and its difference from `before` on the same windows with a paired 95% t interval."""
-    from stats import t_interval
-    case.model.memory = functools.partial(Altered, changes=changes)
+def moves_of(arm: Arm, text: str) -> dict[str, str]:
+    """Which read gets what, by the intervention `text`: another read's query, uniform, sourceN, layerN or run=FOLDER;
+    empty where a read would only get its own query. Raises ValueError."""
+    reads = arm.reads
+    if text == "swap":
+        pair = read_pair(arm)
+        return {pair[0]: pair[1], pair[1]: pair[0]} if pair else {}
+    target, _, source = text.partition(":")
+    if not re.fullmatch(r"uniform|source-?\d+|layer\d+|run=.+", source, re.ASCII):
+        giver = serving(reads, source)
+        if giver is None:
+            known = ["swap"]
+            for read in (*reads, "mlp", "out"):
+                known += [f"{read}:{word}" for word in (*reads, "uniform", "source0", "layer0")]
+            raise ValueError(f"unknown{did_you_mean(text, known)} READ:FROM takes as FROM a read, uniform, sourceN, "
+                             "layerN or run=FOLDER")
+        if giver == serving(reads, target):
+            return {}
+        source = giver
+    if target in ("mlp", "out"):
+        return {target: source}
+    targets = [read for read in reads if set(read) <= set(target)]
+    if not targets or sorted("".join(targets)) != sorted(target):
+        raise ValueError(f"{target!r} is no read of its own")
+    return dict.fromkeys(targets, source)
+
+
+@torch.no_grad()
+def plan(model: GPT, text: str, layers: list[int]) -> Change:
+    """The Change that the intervention `text` makes in `layers`. Raises BadInput for what is no intervention, or not
+    one of this arm."""
+    places, change, n_layer = places_of(model), {}, model.config.n_layer
+    has = ", ".join((*model.arm.reads, "mlp", "out")) if places else "none"
     try:
+        if not places:
+            raise ValueError("its weights over depth are no softmax of queries, or it has none")
+        moves = moves_of(model.arm, text)
+        for target, source in moves.items():
+            state = model.state_dict()
+            if source.startswith("run="):
+                state = load_state(Path(source[4:]).expanduser())[0]
+            for layer in [n_layer] if target == "out" else layers:
+                place = places.get((layer, target))
+                if place is None:  # an arm whose first layers do not read
+                    continue
+                if not source.startswith("source"):
+                    change[place] = query_from(model, state, places, place, source).to(model.wte.device, copy=True)
+                elif -place.n_sources <= int(source[6:]) < place.n_sources:
+                    change[place] = int(source[6:]) % place.n_sources
+        if moves and not change:
+            raise ValueError("no such source in these layers")
+    except ValueError as e:
+        raise BadInput(f"--intervene={text}: {e}; {model.config.arch} has the reads {has}") from None
+    return change
+
+
+def query_from(model: GPT, state: dict, places: dict, place: Place, source: str) -> torch.Tensor:
+    """The query that `source` gives to the read at `place`, of `state`: the model's, or that of the run named there.
+    Raises ValueError."""
+    own = model.get_parameter(place.name)
+    if source == "uniform":
+        return torch.zeros_like(own)
+    if source.startswith("run="):
+        layer, feed, whose = place.layer, place.feed, f"{source[4:]} has no"
+        prefix = place.name.removesuffix(feed)
+        names = [n for n in state if n.startswith(prefix) and set(feed) <= set(n[len(prefix):])]
+    else:
+        layer, feed = (int(source[5:]), place.feed) if source.startswith("layer") else (place.layer, source)
+        whose = f"layer {layer} is out of range (0 to {model.config.n_layer - 1}) or has no"
+        names = [places[layer, feed].name] if (layer, feed) in places else []
+    for name in names:
+        if state[name].shape == own.shape:
+            return state[name]
+    raise ValueError(f"{whose} {feed} read in layer {layer} with a query of width {len(own)}")
+
+
+def effect(case: Case, before: dict, change: Change, label: str) -> dict:
+    """NLL with `change`, and its difference from `before` on the same windows with a paired 95% t interval."""
+    from stats import t_interval
+    with changed(case.model, change):
         after = case.measure(label=label)
-    finally:
-        del case.model.memory
     d = after["window_nll"] - before["window_nll"]
-    mean, sd = float(d.mean()), float(d.std(ddof=1)) if len(d) > 1 else None
-    return dict(reads=len(changes), nll_before=before["nll"], nll_after=after["nll"], delta=mean, sd=sd, js_mean=after["js_mean"],
-                t_ci=t_interval(mean, sd, len(d)) if len(d) > 1 else None)
+    mean, sd, interval = float(d.mean()), None, None
+    if len(d) > 1:
+        sd = float(d.std(ddof=1))
+        interval = t_interval(mean, sd, len(d))
+    return dict(reads=len(change), nll_before=before["nll"], nll_after=after["nll"], delta=mean, sd=sd,
+                js_mean=after["js_mean"], t_ci=interval)
 
 
-def run_interventions(case: Case, before: dict, wanted: dict[str, dict], layers: list[int]) -> None:
-    """Measure, print and store the interventions `wanted`: {text: changes}."""
+def with_interval(effect: dict) -> str:
+    text = f"{effect['delta']:+.6f}"
+    if effect["t_ci"]:
+        text += " [{:+.6f}, {:+.6f}]".format(*effect["t_ci"])
+    return text
+
+
+def run_interventions(case: Case, before: dict) -> None:
+    """Measure, print and store the interventions of `case`."""
     found, profiles, where = {}, {}, case.flags.layers
-    for text, changes in wanted.items():
+    for text, change in case.interventions.items():
         text = re.sub(r"run=.*/(?=.)", "run=", text)
-        e = found[text] = dict(layers=layers, **effect(case, before, changes, text))
+        e = found[text] = dict(layers=case.layers, **effect(case, before, change, text))
         if case.flags.by_layer and not text.startswith("out:"):
-            alone = lambda l: {i: x for i, x in changes.items() if i // 2 == l}
-            e["by_layer"] = [dict(layer=l, **effect(case, before, alone(l), f"{text}, layer {l}")) for l in layers]
-            profiles[text] = e["by_layer"]
-    path, facts = case.path("intervene-"), dict(case.facts(), nll_before=before["nll"])
-    old = read_json(path) if path.exists() else {}
-    old = old["interventions"] if all(old.get(k) == v for k, v in facts.items()) else {}  # measured against the same
-    write_json(path, dict(facts, interventions={**old, **{text + f"@{where}" * bool(where): e for text, e in found.items()}}))
-    show = lambda e: f"{e['delta']:+.6f}" + (" [{:+.6f}, {:+.6f}]".format(*e["t_ci"]) if e["t_ci"] else "")
+            e["by_layer"] = profiles[text] = []
+            for l in case.layers:
+                alone = {place: x for place, x in change.items() if place.layer == l}
+                profiles[text].append(dict(layer=l, **effect(case, before, alone, f"{text}, layer {l}")))
+    header = ["intervention", "reads changed", "NLL before", "NLL after", "difference"]
+    rows = []
+    for text, e in found.items():
+        rows.append([text, e["reads"], f"{e['nll_before']:.6f}", f"{e['nll_after']:.6f}", with_interval(e)])
     print(f"\n{case.name}: reads changed in {f'layers {where}' if where else 'all layers'}; NLL on the same "
-          f"{case.windows:,} windows, paired 95% t interval (windows taken as independent)\n\n" + table(
-              ["intervention", "reads changed", "NLL before", "NLL after", "difference"],
-              [[text, e["reads"], f"{e['nll_before']:.6f}", f"{e['nll_after']:.6f}", show(e)] for text, e in found.items()]))
+          f"{case.windows:,} windows, paired 95% t interval (windows taken as independent)\n\n{table(header, rows)}")
     if profiles:
-        rows = [[l, *map(show, row)] for l, *row in zip(layers, *profiles.values())]
-        print("\nOne layer at a time:\n\n" + table(["layer", *profiles], rows))
-        with figure(path.with_suffix(".png"), figsize=(5.2, 3.2)) as (fig, (ax,)):
-            for k, (text, effects) in enumerate(profiles.items()):
-                ax.errorbar([l + 0.5 * ((k + 0.5) / len(profiles) - 0.5) for l in layers], [e["delta"] for e in effects],
-                            [e["t_ci"][1] - e["delta"] if e["t_ci"] else 0 for e in effects], fmt="os^Dv<>"[k % 7] + "-", ms=3.5,
-                            lw=0.8, capsize=2, color=COLOURS[k % 7], label=text)
-            ax.axhline(0, color="0.6", lw=0.8, zorder=0)
-            ax.set(xlabel="layer changed", ylabel="change in NLL (nats per token)", xticks=layers)
-            ax.set_title(f"{case.name}, {case.split}: one layer at a time, 95% t intervals over windows", fontsize=8)
-            ax.legend(fontsize=7)
-    print(f"\nstored in {path}" + " and .png" * bool(profiles))
+        rows = [[l, *map(with_interval, row)] for l, *row in zip(case.layers, *profiles.values())]
+        print(f"\nOne layer at a time:\n\n{table(['layer', *profiles], rows)}")
+    if where:
+        found = {f"{text}@{where}": e for text, e in found.items()}
+    path = case.path("intervene")
+    print(f"\n{case.keep(add_interventions, path, dict(case.facts(), nll_before=before['nll']), found)}")
+    if profiles:
+        print(case.keep(draw_profiles, path.with_suffix(".png"), case, profiles), flush=True)
+
+
+def add_interventions(path: Path, facts: dict, found: dict) -> None:
+    """Write `found` to `path`, beside what was measured against the same `facts` before."""
+    old = read_json(path) if path.exists() else {}
+    if any(old.get(key) != value for key, value in facts.items()):
+        old = {}
+    write_json(path, dict(facts, interventions={**old.get("interventions", {}), **found}))
+
+
+def draw_profiles(path: Path, case: Case, profiles: dict[str, list[dict]]) -> None:
+    """What each intervention does in one layer at a time."""
+    title = f"{case.name}, {case.split}: one layer at a time, 95% t intervals over windows"
+    with figure(path, title, 5.2, 3.4) as (_, (ax,)):
+        for k, (text, effects) in enumerate(profiles.items()):
+            aside = 0.5 * ((k + 0.5) / len(profiles) - 0.5)  # so that the bars of one layer stand side by side
+            half = [e["t_ci"][1] - e["delta"] if e["t_ci"] else 0 for e in effects]
+            ax.errorbar([l + aside for l in case.layers], [e["delta"] for e in effects], half, fmt="os^Dv<>"[k % 7] + "-",
+                        ms=3.5, lw=0.8, capsize=2, color=COLOURS[k % 7], label=text)
+        ax.axhline(0, color="0.6", lw=0.8, zorder=0)
+        ax.set(xlabel="layer changed", ylabel="change in NLL (nats per token)", xticks=case.layers)
+        ax.legend(fontsize=7)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Crossed backends, text, and the command
+# Crossed backends, text, weights for others
 
 # What the two backends may differ by: the norm of the logits' difference over their norm, NLL and JS in nats.
 TOLERANCE = {"float32": dict(logits=1e-5, nll=1e-5, js=1e-5), "bfloat16": dict(logits=2e-2, nll=2e-3, js=1e-3)}
 
 
+def check_comparable(case: Case) -> None:
+    """Raise BadInput where two backends cannot be told apart, or one cannot run."""
+    arch, arm = case.config["arch"], case.model.arm
+    if not arm.fused:
+        raise BadInput(f"--compare_backends: {arch} has no fused path, so there is nothing to compare")
+    if "queries" not in case.model.kinds().values():
+        raise BadInput(f"--compare_backends: {arch} has no depth reads, so there is nothing to compare")
+    backend_here("fused", case.device)
+
+
 @torch.no_grad()
-def compare_backends(case: Case) -> dict:
-    """Logits (of the first window), NLL and JS of one checkpoint with reference and with fused routes, stored and printed."""
-    both, logits, path = [], [], case.path("backends-")
-    dtype = case.config["dtype"] if case.device.type == "cuda" else "float32"  # Triton's interpreter cuts bfloat16 short
+def compare_backends(case: Case) -> bool:
+    """Logits (of the first window), NLL and JS of one checkpoint with reference and with fused routes, printed and
+    stored; whether they agree."""
+    both, logits, path = [], [], case.path("backends")
+    dtype = case.config["dtype"] if case.device.type == "cuda" else "float32"  # Triton's interpreter rounds bfloat16 off
     case.autocast, limit = make_autocast(case.device, dtype), TOLERANCE[dtype]
     ids = torch.from_numpy(case.data.tokens(case.split)[:case.config["context"]].astype(np.int64))[None].to(case.device)
+    own = case.model.config.backend
     for backend in ("fused", "reference"):
-        case.model.config.backend, _ = choose_backend(backend, case.device)
+        case.model.config.backend = backend
         with case.autocast():
             logits.append(case.model(ids).double())
         both.append(case.measure(label=f"{case.name}, {backend}"))
+    case.model.config.backend, case.autocast = own, make_autocast(case.device, case.config["dtype"])
     (a, b), d = both, logits[0] - logits[1]
-    found = dict(logits=(d.norm() / logits[1].norm()).item(), nll=abs(a["nll"] - b["nll"]),
-                 js=max(abs(x - y) for x, y in zip(a["js"], b["js"])) if a["js"] else 0.0, logits_max=d.abs().max().item(),
-                 logits_mean=d.abs().mean().item(), nll_window_max=abs(a["window_nll"] - b["window_nll"]).max(),
-                 nll_fused=a["nll"], nll_reference=b["nll"], dtype=dtype, tolerance=limit)
+    found = dict(logits=(d.norm() / logits[1].norm()).item(), nll=abs(a["nll"] - b["nll"]), js=0.0,
+                 logits_max=d.abs().max().item(), logits_mean=d.abs().mean().item(),
+                 nll_window_max=abs(a["window_nll"] - b["window_nll"]).max(), nll_fused=a["nll"],
+                 nll_reference=b["nll"], dtype=dtype, tolerance=limit)
+    if a["js"]:
+        found["js"] = max(abs(x - y) for x, y in zip(a["js"], b["js"]))
     found["within"] = all(found[k] <= v for k, v in limit.items())
-    write_json(path, {**case.facts(), **found, "backend": "fused, reference"})
-    print(f"{case.name}: fused and reference routes, {case.windows:,} windows, {dtype}; stored in {path}\n\n"
-          + table(["", "difference", "tolerance"], [[k, f"{found[k]:.3g}", v] for k, v in limit.items()])
-          + "\n\nlogits: norm of the difference over norm; at most {logits_max:.3g}, on average {logits_mean:.3g}; nll: "
-          "{nll_fused:.7f} and {nll_reference:.7f}, of a window at most {nll_window_max:.3g}; js: the largest of a layer"
-          .format(**found), flush=True)
-    return found
+    rows = [[k, f"{found[k]:.3g}", v] for k, v in limit.items()]
+    print(f"{case.name}: fused and reference routes, {case.windows:,} windows, {dtype}\n\n"
+          f"{table(['', 'difference', 'tolerance'], rows)}\n\n"
+          f"logits: norm of the difference over norm; at most {found['logits_max']:.3g}, on average "
+          f"{found['logits_mean']:.3g}; nll: {found['nll_fused']:.7f} and {found['nll_reference']:.7f}, of a window at "
+          f"most {found['nll_window_max']:.3g}; js: the largest of a layer\n\n"
+          f"{case.keep(write_json, path, {**case.facts(), **found, 'backend': 'fused, reference'})}", flush=True)
+    return found["within"]
+
+
+def sample(case: Case) -> str:
+    """The prompt and its continuation as text; generation stops at no token, EOS shows as a blank line."""
+    f, tokenizer, (_, eos) = case.flags, load_tokenizer(case.tokenizer), check_tokenizer(case.tokenizer)
+    ids = tokenizer.encode(f.sample).ids or [eos]
+    generator = torch.Generator(case.device).manual_seed(f.seed)
+    with case.autocast():
+        out = case.model.generate(torch.tensor([ids], device=case.device), f.new_tokens, f.temperature, f.top_k or None,
+                                  generator)
+    documents = itertools.groupby(out[0].tolist(), lambda token: token == eos)
+    return "\n\n".join(tokenizer.decode(list(d)) for end, d in documents if not end)
+
+
+def check_export(folder: Path) -> None:
+    """Raise BadInput where --export=folder cannot be written, or would overwrite a run's config.json."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"--export={folder} is not a folder")
+    if (folder / "ckpt.pt").exists() or (folder / "metrics.jsonl").exists():
+        raise BadInput(f"--export={folder} is a run's folder: name another")
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise BadInput("--export needs safetensors: pip install -r requirements.txt") from None
+
+
+def export(case: Case, folder: Path) -> None:
+    """Write the weights, the model's settings and the tokenizer, model.safetensors last: where it is, all are."""
+    import safetensors.torch
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    settings = dataclasses.asdict(case.model.config) | {"backend": "auto"}  # for the machine that loads it
+    origin = {key: case.config.get(key) for key in ("name", "seed", "data_fingerprint", "tokenizer_sha256")}
+    write_json(folder / "config.json", {**settings, **origin, "step": case.step})
+    with atomic_file(folder / "tokenizer.json") as f:
+        f.write(case.tokenizer.read_bytes())
+    with atomic_file(folder / "model.safetensors") as f:
+        f.write(safetensors.torch.save(case.model.state_dict(), {"format": "pt"}))
+    print(f"{case.name}: step {case.step:,} exported to {folder}; python eval.py -h says how to load it", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The command
 
 
 @dataclass
 class Flags:
-    runs: list[str] = dataclasses.field(default_factory=list, metadata={"help": "run folders"})
+    runs: list[str] = dataclasses.field(default_factory=list, metadata={"help": "run folders", "path": True})
     split: str = flag("val", "which split to evaluate", ("val", "test", "train"))
-    data: str | None = flag(None, "another data folder with the same tokenizer [the run's own]")
+    data: str | None = flag(None, "another data folder with the same tokenizer [the run's own]", path=True)
     backend: str | None = flag(None, "how routes are computed [as in training]", ("auto", "reference", "fused"))
     device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda"))
-    eval_tokens: int | None = flag(None, "predicted tokens [as in training]")
-    eval_batch: int | None = flag(None, "sequences at a time [the run's micro_batch]")
+    eval_tokens: int | None = flag(None, "predicted tokens [as in training]", least=1)
+    eval_batch: int | None = flag(None, "sequences at a time [the run's micro_batch]", least=1)
     by_position: bool = flag(False, "also NLL by position in the context")
     report: bool = flag(False, "also depth weights, entropy and JS of every read, with a figure")
     intervene: str | None = flag(None, "also NLL with reads changed: a comma list of READ:FROM, or swap (see above)")
     layers: str | None = flag(None, "layers that --intervene changes, as in 5,6 or 2-4 [all]")
     by_layer: bool = flag(False, "--intervene in one layer at a time too, with a figure")
     compare_backends: bool = flag(False, "compare reference and fused routes instead; exit 1 beyond tolerance")
-    sample: str | None = flag(None, "continue this text instead of evaluating")
-    new_tokens: int = flag(100, "how many tokens to add to --sample")
-    temperature: float = flag(0.8, "of sampling; 0 takes the likeliest token")
-    top_k: int = flag(200, "sample among the likeliest so many tokens; 0 among all")
-    seed: int = flag(1, "of sampling")
+    sample: str | None = flag(None, "continue this text; evaluates only if one of the above asks for it")
+    new_tokens: int = flag(100, "how many tokens to add to --sample", least=0)
+    temperature: float = flag(0.8, "of sampling; 0 takes the likeliest token", least=0, most=100)
+    top_k: int = flag(200, "sample among the likeliest so many tokens; 0 among all", least=0)
+    seed: int = flag(1, "of sampling", least=0, most=2 ** 63 - 1)
+    export: str | None = flag(None, "write the weights of one run to this folder (see above); evaluates as --sample",
+                              path=True)
 
+    def evaluates(self) -> bool:
+        """Whether an evaluation is asked for: by name, or by nothing else."""
+        named = self.by_position or self.report or self.intervene is not None
+        return named or not (self.compare_backends or self.export or self.sample is not None)
 
-def sample(f: Flags, case: Case) -> str:
-    """The prompt and its continuation as text; generation stops at no token, EOS shows as a blank line."""
-    tokenizer, eos, device = case.data.tokenizer(), case.data.eos_id, case.device
-    ids = tokenizer.encode(f.sample).ids or [eos]
-    generator = torch.Generator(device).manual_seed(f.seed)
-    with case.autocast():
-        out = case.model.generate(torch.tensor([ids], device=device), f.new_tokens, f.temperature, f.top_k or None, generator)
-    documents = itertools.groupby(out[0].tolist(), lambda token: token == eos)
-    return "\n\n".join(tokenizer.decode(list(d)) for end, d in documents if not end)
+    def texts(self) -> list[str]:
+        return [] if self.intervene is None else [text.strip() for text in self.intervene.split(",")]
 
 
 def evaluate_run(case: Case) -> dict:
     """One evaluation and what was asked for beside it, printed and stored."""
     f, n, T = case.flags, case.windows, case.config["context"]
-    layers = parse_layers(f.layers, case.model.config.n_layer)  # what is wrong is said before the work
-    wanted = {text: plan(case.model, text, layers) for text in f.intervene.split(",")} if f.intervene else {}
-    report, position = RouteReport(case) if f.report and case.model.recorded() else None, torch.zeros(T, dtype=torch.float64)
+    report, position = RouteReport(case), torch.zeros(T, dtype=torch.float64, device=case.device)
 
     def observe(token_nll, record):
-        position.add_(token_nll.sum(0, dtype=torch.float64).cpu())
-        if report:
+        position.add_(token_nll.sum(0, dtype=torch.float64))
+        if f.report:
             report(token_nll, record)
-    result, facts = case.measure(observe), case.facts()
-    path = store(case.folder, result, facts["run"], case.split, case.step, case.step * case.config["tokens_per_step"],
-                 facts["backend"], facts["data_fingerprint"], case.path())
-    print(f"{case.name}: step {case.step:,}, {n:,} windows x {T:,} = {n * T:,} tokens of {case.split} in {case.data.path}"
-          + ("" if case.enough else ", all there is") + f"; stored in {path}", flush=True)
+
+    result, facts, path = case.measure(observe), case.facts(), case.path()
+    tokens = case.step * case.config["tokens_per_step"]
+
+    def write(path):
+        store(case.folder, result, facts["run"], case.split, case.step, tokens, facts["backend"],
+              facts["data_fingerprint"], path)
+
+    print(f"{case.name}: step {case.step:,}, {n:,} windows x {T:,} = {n * T:,} tokens of {case.split} in "
+          f"{case.data.path}{'' if case.enough else ', all there is'}; {case.keep(write, path)}", flush=True)
+    result["position"] = (position / n).tolist()
     if f.by_position:
-        result["position"] = (position / n).tolist()
-        write_json(case.path("position-"), dict(facts, nll=result["position"]))
-    if report:
-        found = dict(facts, **report.result(result))
-        write_json(path := case.path("report-"), found)
-        draw_report(path.with_suffix(".png"), found)
-        print(f"{report_text(found)}\n\nstored in {path} and .png", flush=True)
+        case.keep(write_json, case.path("position"), dict(facts, nll=result["position"]))
+    if f.report and report.sums:
+        found, path = dict(facts, **report.result(result)), case.path("report")
+        print(report_text(found))
+        print(f"\n{case.keep(write_json, path, found)}\n{case.keep(draw_report, path.with_suffix('.png'), found)}",
+              flush=True)
     elif f.report:
         print(f"{case.name}: {case.config['arch']} has no depth reads to report")
-    if wanted:
-        run_interventions(case, result, wanted, layers)
+    if case.interventions:
+        run_interventions(case, result)
     return result
+
+
+def summary(results: list[tuple[str, dict]], by_position: bool) -> str:
+    """The tables at the end: a row for each run."""
+    rows = []
+    for name, r in results:
+        w = r["window_nll"]
+        error = w.std(ddof=1) / math.sqrt(len(w)) if len(w) > 1 else None
+        rows.append([name, number(r["nll"], 6), number(error, 5), number(r["ppl"], 4), number(r["bits_per_byte"], 5),
+                     number(r["js_mean"], 5)])
+    text = "\n" + table(["run", "NLL", "+- s.e. of windows", "perplexity", "bits/byte", "JS"], rows)
+    with_js = [(name, r["js"]) for name, r in results if r["js"]]
+    if with_js:
+        text += "\n\nJS divergence in nats between the depth reads that feed K and V (q_kv: Q and K), layer by layer:\n"
+        text += "\n".join(f"  {name}: {' '.join(number(x, 4) for x in js)}" for name, js in with_js)
+    if by_position:
+        longest, rows = max(len(r["position"]) for _, r in results), []
+        ends = [0, *(2 ** i for i in range((longest - 1).bit_length() + 1))]
+        for a, b in zip(ends, ends[1:]):
+            cells = [r["position"][a:b] for _, r in results]
+            rows.append([f"{a + 1} to {b}", *(number(np.mean(x) if x else None, 4) for x in cells)])
+        text += "\n\nNLL by position in the context:\n\n" + table(["position", *(name for name, _ in results)], rows)
+    return text
 
 
 def main(argv: list[str]) -> None:
     f = parse_flags(Flags, argv, __doc__, positional="runs")
-    least = dict(eval_tokens=1, eval_batch=1, new_tokens=0, top_k=0, temperature=0)
-    problems = [f"--{k}={x} must be at least {low}" for k, low in least.items() if (x := getattr(f, k)) is not None and x < low]
-    problems += [f"--{k} goes with --intervene" for k in ("layers", "by_layer") if getattr(f, k) and not f.intervene]
-    if problems := problems + ["name at least one run folder, as in python eval.py runs/nano-rd-s123"] * (not f.runs):
+    problems = [f"--{k} goes with --intervene" for k in ("layers", "by_layer") if getattr(f, k) and not f.texts()]
+    if not f.runs:
+        problems.append("name at least one run folder, as in python eval.py runs/nano-rd-s123")
+    if problems:
         raise BadInput("\n".join(problems))
-    device, rows, apart = pick_device(f.device), {}, []
+    folders, device = runs_among(f.runs), pick_device(f.device)
+    if f.export:
+        if len(folders) > 1:
+            raise BadInput("--export takes one run")
+        check_export(Path(f.export))
     if f.split == "test":
         print("warning: the test split is for the last word: choose nothing by it", file=sys.stderr)
-    for folder in map(Path, f.runs):
-        case = Case(folder, f, device)
-        if f.sample is not None:
-            print(sample(f, case))
-        elif f.compare_backends:
-            apart += [case.name] * (not compare_backends(case)["within"])
-        else:
-            rows[case.name] = evaluate_run(case)
+    for folder in folders[1:]:  # what is wrong with any is said before the work; one at a time fits the memory
+        Case(folder, f, device)
+    results, apart, unstored = [], [], []
+    try:
+        for folder in folders:
+            case = Case(folder, f, device)
+            if f.evaluates():
+                results.append((case.name, evaluate_run(case)))
+            if f.compare_backends and not compare_backends(case):
+                apart.append(case.name)
+            if f.sample is not None:
+                print(sample(case))
+            if f.export:
+                export(case, Path(f.export))
+            unstored += case.unstored
+    finally:  # whatever becomes of a later run, the table of those before it is printed
+        if results:
+            print(summary(results, f.by_position), flush=True)
     if apart:
         raise Failed(f"reference and fused routes differ by more than the tolerance: {', '.join(apart)}")
-    if not rows:
-        return
-    error = lambda w: f"{w.std(ddof=1) / math.sqrt(len(w)):.5f}" if len(w) > 1 else "-"
-    number = lambda x, digits: "-" if x is None else f"{x:.{digits}f}"
-    print("\n" + table(["run", "NLL", "+- s.e. of windows", "perplexity", "bits/byte", "JS"], [
-        [name, number(r["nll"], 6), error(r["window_nll"]), number(r["ppl"], 4), number(r["bits_per_byte"], 5),
-         number(r["js_mean"], 5)] for name, r in rows.items()]))
-    if any(r["js"] for r in rows.values()):
-        print("\nJS divergence in nats between the depth reads that feed K and V (q_kv: Q and K), layer by layer:\n"
-              + "\n".join(f"  {name}: " + " ".join(f"{x:.4f}" for x in r["js"]) for name, r in rows.items() if r["js"]))
-    if f.by_position:
-        longest = max(len(r["position"]) for r in rows.values())
-        ends = [0, *(2 ** i for i in range((longest - 1).bit_length() + 1))]
-        print("\nNLL by position in the context:\n\n" + table(["position", *rows], [
-            [f"{a + 1} to {b}", *(number(np.mean(r["position"][a:b]) if r["position"][a:b] else None, 4) for r in rows.values())]
-            for a, b in zip(ends, ends[1:])]))
+    if unstored:
+        raise BadInput("\n".join(unstored))
 
 
 if __name__ == "__main__":
