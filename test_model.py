@@ -378,7 +378,9 @@ def test_prepare_other_tokenizers_take_the_slow_road(tmp_path):
     flag = f"--tokenizer={tmp_path / 'b.json'}"
     made = prep_make(tmp_path / "s.parquet", tmp_path / "out", flag, "--vocab_size=602")
     assert prepare.open_data(made).token_bytes()[np.array(prepare.open_data(made).tokens("train"))].sum() == 3 * 27
-    big = Tokenizer(models.BPE(vocab={"a": 0, "<|eos|>": 65536}, merges=[]))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    big = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(letters)}, "<|eos|>": 65536}, merges=[]))
+    big.add_special_tokens(["<|eos|>"])
     big.pre_tokenizer = pre_tokenizers.ByteLevel()
     big.save(str(tmp_path / "big.json"))
     with pytest.raises(prepare.BadInput, match="65,537"):
@@ -695,6 +697,215 @@ def test_prepare_from_the_hub(tmp_path):
         assert made.returncode == 1 and made.stderr.splitlines()[-1].endswith("than the Hub lists: it is not used")
         assert "Traceback" not in made.stderr and not (tmp_path / "flip" / "meta.json").exists()
         assert not (tmp_path / "flip" / "parquet" / "sample" / "10BT" / "002.parquet").exists()
+
+
+@pytest.mark.parametrize("change, line", [
+    ("bytes", "lacks 1 of the 256 bytes"), ("added", "text can become its end of text"), ("dropout", None)])
+def test_prepare_tokenizers_that_lose_text_are_refused(tmp_path, change, line):
+    """No whole byte alphabet (D1), an end of text that text can become (D2); dropout is off (D3)."""
+    made = json.loads(prepare.train_tokenizer(prep_texts(50), 600))
+    if change == "bytes":
+        made["model"]["vocab"]["gone"] = made["model"]["vocab"].pop("\u0100")
+    if change == "added":
+        made["added_tokens"][3]["special"] = False
+    (tmp_path / "plain.json").write_text(json.dumps(made))
+    made["model"]["dropout"] = 0.5 if change == "dropout" else None
+    (tmp_path / "t.json").write_text(json.dumps(made))
+    prep_write(tmp_path / "s.parquet", prep_texts(20))
+
+    def make(name):
+        prepare.main([f"--source={tmp_path / 's.parquet'}", f"--out={tmp_path / name}",
+                      f"--tokenizer={tmp_path / name}.json"])
+        return (tmp_path / name / "train.bin").read_bytes()
+    if line is None:
+        assert make("t") == make("plain")
+        return
+    with pytest.raises(BadInput, match=line):
+        make("t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_prepare_reads_an_encrypted_file_views_and_names_with_dots(tmp_path):
+    """An encrypted column beside the text (D4) ends no process; string_view, and text{x} beside text.x (D11)."""
+    texts = ["one", "two"]
+    nested = pa.StructArray.from_arrays([pa.array(["no", "no"])], ["x"])
+    pq.write_table(pa.table({"text": nested, "text.x": texts}), tmp_path / "dots.parquet")
+    pq.write_table(pa.table({"text.x": pa.array(texts, pa.string_view())}), tmp_path / "view.parquet")
+    made = prep_make(tmp_path, tmp_path / "out", "--text_column=text.x", "--val_fraction=0", "--test_fraction=0")
+    assert prep_documents(made, "train") == texts * 2
+    try:
+        import pyarrow.parquet.encryption as pe
+    except ImportError:
+        pytest.skip("this pyarrow writes no encrypted file")
+
+    class Keys(pe.KmsClient):
+        def __init__(self, config):
+            super().__init__()
+
+        def wrap_key(self, key, name):
+            return key.hex()
+
+        def unwrap_key(self, key, name):
+            return bytes.fromhex(key)
+    encrypted = tmp_path / "encrypted" / "e.parquet"
+    encrypted.parent.mkdir()
+    config = pe.EncryptionConfiguration(footer_key="f", column_keys={"c": ["secret"]}, plaintext_footer=True)
+    factory = pe.CryptoFactory(Keys)
+    properties = factory.file_encryption_properties(pe.KmsConnectionConfig(), config)
+    table = pa.table({"text": texts, "secret": texts})
+    with pq.ParquetWriter(encrypted, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    run = prep_run(f"--source={encrypted}", f"--out={tmp_path / 'e'}", "--vocab_size=300", "--val_fraction=0",
+                   "--test_fraction=0")
+    if run.returncode == 0:
+        assert prep_documents(tmp_path / "e", "train") == texts
+    else:
+        assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
+
+
+def test_prepare_a_refused_source_leaves_nothing_and_the_advice_works(tmp_path):
+    """D5."""
+    pq.write_table(pa.table({"content": prep_texts(20)}), tmp_path / "s.parquet")
+    assert "(text: content)" in prep_refused(tmp_path / "s.parquet", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    prep_make(tmp_path / "s.parquet", tmp_path / "out", "--text_column=content")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')  # found in the middle of the work
+    assert "line 2 cannot be used" in prep_refused(tmp_path / "bad.jsonl", tmp_path / "mended")
+    assert not (tmp_path / "mended").exists()
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    prep_make(tmp_path / "bad.jsonl", tmp_path / "mended")
+
+
+def test_prepare_reads_each_file_once_and_no_hidden_ones(tmp_path, capsys):
+    """Links (D6), names that begin with _ (P9)."""
+    for name in ("a.parquet", "_temporary/b.parquet", "_old.parquet", ".c.parquet"):
+        prep_write(tmp_path / "s" / name, [name])
+    (tmp_path / "s" / "latest").symlink_to(".")
+    (tmp_path / "s" / "z.parquet").symlink_to("a.parquet")
+    assert [f["path"] for f in prepare.source_files(tmp_path / "s", None)] == ["a.parquet"]
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("latest", "z.parquet", "_temporary", "_old.parquet"))
+
+
+def test_prepare_a_finished_folder_is_looked_at_again(prep_corpus, tmp_path):
+    """D7: a bin that is gone or changed is named. D9: so is a source file that was touched."""
+    source, made, _ = prep_corpus
+    flags = ["--val_fraction=0.1", "--test_fraction=0.1"]
+    folder = shutil.copytree(made, tmp_path / "made")
+    data = bytearray((folder / "train.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "train.bin").write_bytes(data)
+    with pytest.raises(BadInput, match="train.bin is not the file.*--overwrite"):
+        prep_make(source, folder, *flags)
+    (folder / "train.bin").unlink()
+    with pytest.raises(BadInput, match="train.bin is missing.*--overwrite"):
+        prep_make(source, folder, *flags)
+    prep_make(source, folder, *flags, "--overwrite")
+    assert prep_same(folder, made)
+    copy = shutil.copytree(source, tmp_path / "source")
+    os.utime(copy / "a.parquet")
+    with pytest.raises(BadInput, match="other source files: a.parquet changed"):
+        prep_make(copy, folder, *flags)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("vocab_size", 70000), ("vocab_size", None), ("vocab_size", 300), ("eos_id", 600), ("eos_id", 5),
+    ("fingerprint", "0" * 16), ("tokens", "1650441"), ("tokens", -1), ("splits", [])])
+def test_prepare_meta_must_fit_itself(prep_corpus, tmp_path, key, value):
+    """D8."""
+    folder = shutil.copytree(prep_corpus[1], tmp_path / "made")
+    meta = prepare.read_json(folder / "meta.json")
+    (meta["splits"]["train"] if key == "tokens" else meta)[key] = value
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(BadInput, match="meta.json (says|has)"):
+        open_data(folder)
+
+
+def test_prepare_reads_jsonl(tmp_path):
+    """D10, P10: long lines, an id that changes its type; a lone surrogate is skipped and counted."""
+    texts = ["x" * 5_000_000, "y " * 1_000_000, "z\n \u00e9\U0001f600"]
+    with open(tmp_path / "s.jsonl", "w", encoding="utf-8") as f:
+        for k, text in enumerate(texts):
+            f.write(json.dumps({"id": [1, "one", None][k], "text": text}) + "\n\n")
+        f.write('{"text": "lone \\ud800"}\n{"text": null}\n{"id": 3}\n{"text": ""}\n')
+    made = prep_make(tmp_path / "s.jsonl", tmp_path / "out", "--val_fraction=0", "--test_fraction=0")
+    assert prep_documents(made, "train") == texts
+    assert open_data(made, ["train"]).meta["report"]["skipped"] == {"null": 2, "empty": 1, "not UTF-8": 1}
+
+
+def test_prepare_odd_names_and_pipes(tmp_path):
+    """D11: one line each, and none waits."""
+    os.mkfifo(tmp_path / "f.parquet")
+    (tmp_path / "bad").mkdir()
+    prep_write(tmp_path / "ok.parquet", ["a"])
+    os.rename(tmp_path / "ok.parquet", os.fsencode(tmp_path / "bad") + b"/\xff.parquet")
+    for source, line in ((tmp_path / "f.parquet", "no regular file"), (tmp_path / "bad", "is not UTF-8")):
+        run = prep_run(f"--source={source}", f"--out={tmp_path / 'out'}")
+        assert run.returncode == 2 and line in run.stderr and run.stderr.count("\n") == 1, run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("status, kind, line", [
+    (404, BadInput, "--subset"), (401, BadInput, "HF_TOKEN"), (403, BadInput, "HF_TOKEN"), (503, Failed, "attempts"),
+    (None, BadInput, "--subset")])
+def test_prepare_says_at_once_what_will_not_pass(monkeypatch, status, kind, line):
+    """D13: only a fault of the server is waited for; D12: the sentence says what is kept."""
+    waits = []
+    monkeypatch.setattr(prepare.time, "sleep", waits.append)
+    name = "HfHubHTTPError" if status else "TooManyRedirects"
+
+    def action():
+        error = type(name, (Exception,), {})(f"answer {status}")
+        error.response = SimpleNamespace(status_code=status or 302)
+        raise error
+    with pytest.raises(kind, match=line):
+        prepare.patiently("x", action)
+    assert bool(waits) == (status == 503)
+
+
+@pytest.mark.parametrize("name", ["../../../evil.parquet", "/evil.parquet", "a\\..\\evil.parquet"])
+def test_prepare_a_listing_stays_in_its_folder(monkeypatch, name):
+    """D14."""
+    import huggingface_hub
+    listed = [SimpleNamespace(path=name, size=1, lfs=SimpleNamespace(sha256="0"))]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda *a, **k: listed)
+    with pytest.raises(BadInput, match="outside the folder"):
+        prepare.hub_files("sample/10BT", "0" * 40, None)
+
+
+def test_prepare_two_at_once_and_the_home_folder(tmp_path):
+    """P8: the second waits. P13: ~ is the home folder; a terminal without UTF-8 gets plain text."""
+    prep_write(tmp_path / "\u00e9.parquet", prep_texts(20))
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, PREP_SCRIPT, f"--source={tmp_path / chr(233)}.parquet", "--out=~/out", "--vocab_size=300"]
+    runs = [subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=60)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert open_data(tmp_path / "out", prepare.SPLITS) and not (tmp_path / "~").exists()
+
+
+def test_prepare_two_writers_of_one_file(tmp_path):
+    """P11: both end, the file is one of theirs; what a killed writer left is removed."""
+    left = tmp_path / ".a.json.1-0.tmp"
+    left.write_text("half")
+    os.utime(left, (0, 0))
+    with prepare.atomic_file(tmp_path / "a.json", "w") as first:
+        with prepare.atomic_file(tmp_path / "a.json", "w") as second:
+            second.write("second")
+        first.write("first")
+    assert (tmp_path / "a.json").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_prepare_a_folder_made_anew_is_noticed(prep_corpus, tmp_path):
+    """P1: what was opened is read to the end, and check() names the change."""
+    folder = shutil.copytree(prep_corpus[1], tmp_path / "made")
+    data = open_data(folder)
+    before = np.array(data.tokens("val"))
+    data.check()
+    prep_make(prep_corpus[0], folder, "--val_fraction=0.1", "--test_fraction=0.1", "--salt=other", "--overwrite")
+    assert np.array_equal(data.tokens("val"), before)
+    with pytest.raises(BadInput, match="prepared anew"):
+        data.check()
 
 
 def test_prepare_demo_from_anywhere(tmp_path):
