@@ -823,7 +823,7 @@ def test_prepare_meta_must_fit_itself(prep_corpus, tmp_path, key, value):
 
 def test_prepare_reads_jsonl(tmp_path):
     """D10, P10: long lines, an id that changes its type; a lone surrogate is skipped and counted."""
-    texts = ["x" * 5_000_000, "y " * 1_000_000, "z\n \u00e9\U0001f600"]
+    texts = ["word " * 1_000_000, "y " * 1_000_000, "z\n \u00e9\U0001f600"]
     with open(tmp_path / "s.jsonl", "w", encoding="utf-8") as f:
         for k, text in enumerate(texts):
             f.write(json.dumps({"id": [1, "one", None][k], "text": text}) + "\n\n")
