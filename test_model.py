@@ -295,13 +295,13 @@ def test_prepare_split_fractions():
 def test_prepare_bytes_do_not_depend_on_workers_or_hash_seed(prep_corpus, tmp_path, monkeypatch):
     source, made, _ = prep_corpus
     flags = ["--vocab_size=500", "--val_fraction=0.1", "--test_fraction=0.1"]
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); import prepare; prepare.BATCH_BYTES = 9000; "
-            "prepare.WORKER_BYTES = 1; prepare.main(sys.argv[2:])")
-    for workers in (1, 2):
-        out = tmp_path / str(workers)
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import prepare; prepare.PART_BYTES = int(sys.argv[2]); "
+            "prepare.WORKER_BYTES = 1; prepare.main(sys.argv[3:])")
+    for workers, part in ((1, 1), (2, 1), (2, 100_000)):
+        out = tmp_path / f"{workers}-{part}"
         script = tmp_path / "run.py"  # spawn imports the main script again: it must be a file with a guard
         script.write_text(f"if __name__ == '__main__':\n    {code}\n")
-        run = subprocess.run([sys.executable, script, PREP_SCRIPT.parent, f"--source={source}", f"--out={out}",
+        run = subprocess.run([sys.executable, script, PREP_SCRIPT.parent, str(part), f"--source={source}", f"--out={out}",
                               f"--workers={workers}", *flags], capture_output=True, text=True, timeout=120,
                              env={**os.environ, "PYTHONHASHSEED": str(workers), "RAYON_NUM_THREADS": str(workers)})
         assert run.returncode == 0, run.stderr
@@ -335,43 +335,32 @@ def test_prepare_encoder_equals_the_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text(prepare.train_tokenizer(prep_texts(200), 700), encoding="utf-8")
     plain = prepare.load_tokenizer(tmp_path / "t.json")
     expected = [plain.encode(text, add_special_tokens=False).ids for text in texts]
-    for memo, bits in ((prepare.MEMO, prepare.SLOT_BITS), (0, prepare.SLOT_BITS), (prepare.MEMO, 5)):
-        monkeypatch.setattr(prepare, "MEMO", memo)  # 0: empty before each call
-        monkeypatch.setattr(prepare, "SLOT_BITS", bits)  # 5: a table of 32 words, so that most find no place in it
-        encoder = prepare.Encoder(tmp_path / "t.json", 3, "", 0.0, 0.0)
+    usual = prepare.Encoder.MOST, prepare.Encoder.STRETCH
+    for most, stretch in (usual, (3, usual[1]), (usual[0], 20)):  # a memo that is full at once; short stretches
+        monkeypatch.setattr(prepare.Encoder, "MOST", most)
+        monkeypatch.setattr(prepare.Encoder, "STRETCH", stretch)
+        encoder = prepare.Encoder(tmp_path / "t.json", 3)
         assert encoder.fast
         for _ in range(2):  # cold and warm
             for text, ids in zip(texts, expected):
-                (train, _, _), *_ = encoder([text.encode()])
-                assert np.frombuffer(train, "<u2").tolist() == [*ids, 3], text
-        whole = np.frombuffer(encoder([t.encode() for t in texts])[0][0], "<u2").tolist()
-        assert whole == [i for ids in expected for i in (*ids, 3)]
-        assert all(len(word) <= prepare.LONG for word in encoder.others)
+                assert np.frombuffer(encoder.encode(text), "<u2").tolist() == [*ids, 3], text
+        assert len(encoder) <= most and all(len(piece) <= encoder.LONG for piece in encoder)
 
 
 def test_prepare_encoder_and_every_code_point(tmp_path):
-    """All code points among spaces, letters and digits; those of PLAIN one by one; and random neighbours."""
+    """All code points among spaces, letters and digits, the common ones in more places, and random neighbours."""
     (tmp_path / "t.json").write_text(prepare.train_tokenizer(prep_texts(50), 600), encoding="utf-8")
-    encoder = prepare.Encoder(tmp_path / "t.json", 3, "", 0.0, 0.0)
+    encoder = prepare.Encoder(tmp_path / "t.json", 3)
     points = [chr(c) for c in [*range(0xD800), *range(0xE000, 0x1FC00), *range(0x1FC00, 0x110000, 91)]]
-    plain = [chr(c) for c in [*range(256), *range(0x2010, 0x2030)]]
-    common = {*map(chr, [*range(9, 14), *range(32, 127), *range(0xC0, 0x100), *range(0x2010, 0x2028)])}  # cut in full
+    common = [chr(c) for c in [*range(256), *range(0x2000, 0x2030)]]
     texts = ["".join(f"x {c} y{c}{c} 1{c}" for c in points[i:i + 100]) for i in range(0, len(points), 100)]
-    texts += [f"a{c}b {c}{c} 1{c} '{c}s  {c} a{c}\n  {c}" for c in plain]
+    texts += [f"a{c}b {c}{c} 1{c} '{c}s  {c} a{c}\n  {c}" for c in common]
     random = np.random.default_rng(0)
     texts += ["".join(random.choice(list(" \n'aé1½.") + pool, 60))
-              for pool in (plain[1::3], points[::1500]) for _ in range(500)]
-
-    def split(text):
-        return [text[a:b] for _, (a, b) in encoder.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-    for text in texts + PREP_HOSTILE + [f"ǆ{t}" for t in PREP_HOSTILE]:
-        data = text.encode() + b"\xff"
-        starts = encoder.cut(np.frombuffer(data, np.uint8)).tolist()
-        pieces = [data[a:b].decode() for a, b in zip(starts, starts[1:])]
-        # the tokenizer may cut a piece further, and must then find the words that it finds in the whole text
-        assert [word for piece in pieces for word in split(piece)] == split(text), ascii(text)
-        if set(text) <= common:
-            assert pieces == split(text), ascii(text)
+              for pool in (common[1::3], points[::1500]) for _ in range(500)]
+    for text in texts:
+        ids = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+        assert np.frombuffer(encoder.encode(text), "<u2").tolist() == [*ids, 3], ascii(text)
 
 
 def test_prepare_other_tokenizers_take_the_slow_road(tmp_path):
@@ -385,17 +374,19 @@ def test_prepare_other_tokenizers_take_the_slow_road(tmp_path):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     made.save(str(tmp_path / "c.json"))
     for name, fast in (("a", True), ("b", False), ("c", False)):
-        encoder = prepare.Encoder(tmp_path / f"{name}.json", 3, "", 0.0, 0.0)
+        encoder = prepare.Encoder(tmp_path / f"{name}.json", 3)
         assert encoder.fast == fast
         plain = prepare.load_tokenizer(tmp_path / f"{name}.json")
         for text in ["one zq qz two", *PREP_HOSTILE]:
-            (train, _, _), *_ = encoder([text.encode()])
-            assert np.frombuffer(train, "<u2")[:-1].tolist() == plain.encode(text, add_special_tokens=False).ids
+            ids = np.frombuffer(encoder.encode(text), "<u2").tolist()
+            assert ids == [*plain.encode(text, add_special_tokens=False).ids, 3]
     prep_write(tmp_path / "s.parquet", ["one zq qz two <|endoftext|>"] * 3)
     flag = f"--tokenizer={tmp_path / 'b.json'}"
     made = prep_make(tmp_path / "s.parquet", tmp_path / "out", flag, "--vocab_size=602")
     assert prepare.open_data(made).token_bytes()[np.array(prepare.open_data(made).tokens("train"))].sum() == 3 * 27
-    big = Tokenizer(models.BPE(vocab={"a": 0, "<|eos|>": 65536}, merges=[]))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    big = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(letters)}, "<|eos|>": 65536}, merges=[]))
+    big.add_special_tokens(["<|eos|>"])
     big.pre_tokenizer = pre_tokenizers.ByteLevel()
     big.save(str(tmp_path / "big.json"))
     with pytest.raises(prepare.BadInput, match="65,537"):
@@ -403,61 +394,45 @@ def test_prepare_other_tokenizers_take_the_slow_road(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("phase", ["tokenizer", "encoding", "joining", "meta"])
+@pytest.mark.parametrize("phase", ["tokenizer", "encoding", "joining", "meta", "publishing"])
 def test_prepare_continues_after_a_kill(prep_corpus, tmp_path, phase):
-    """SIGKILL in each phase; the next run keeps what was committed and ends with the undisturbed run's bytes."""
+    """SIGKILL in each phase; the next run keeps the finished parts and ends with the undisturbed run's bytes."""
     source, made, _ = prep_corpus
     out, script = tmp_path / "out", tmp_path / "run.py"
     script.write_text(f"""if __name__ == "__main__":
     import os, signal, sys
     sys.path.insert(0, {str(PREP_SCRIPT.parent)!r})
     import prepare
-    prepare.BATCH_BYTES, commits = 3000, 0
+    prepare.PART_BYTES, phase, calls = 1, {phase!r}, 0
     def die(*a, **k):
         os.kill(os.getpid(), signal.SIGKILL)
-    def die_later(*a):
-        global commits
-        commits += 1
-        die() if commits == 40 else None
-        return add(*a)
-    add = prepare.Shard.add
-    if {phase == "tokenizer"}: prepare.train_tokenizer = die
-    if {phase == "encoding"}: prepare.Shard.add = lambda *a: die_later(*a)
-    replace, to_json = os.replace, prepare.to_json
-    if {phase == "joining"}: os.replace = lambda a, b: die() if str(a).endswith("val.bin") else replace(a, b)
-    if {phase == "meta"}: prepare.to_json = lambda v, indent=None: die() if "splits" in v else to_json(v, indent)
+    def at(name, call, n):  # the n-th of these calls does not come back
+        def counted(*a):
+            global calls
+            calls += phase == name
+            return die() if calls == n else call(*a)
+        return counted
+    prepare.train_tokenizer = at("tokenizer", prepare.train_tokenizer, 1)
+    prepare.make_part = at("encoding", prepare.make_part, 8)
+    prepare.Path.unlink = at("joining", prepare.Path.unlink, 11)
+    prepare.describe = at("meta", prepare.describe, 1)
+    publish = prepare.publish
+    def publish_and_die(out):
+        os.replace = at("publishing", os.replace, 3)
+        publish(out)
+    prepare.publish = publish_and_die
     prepare.main(sys.argv[1:])
 """)
     flags = [f"--source={source}", f"--out={out}", "--vocab_size=500", "--val_fraction=0.1", "--test_fraction=0.1"]
-    run = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, script, *flags, "--workers=1"], capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
     with pytest.raises(prepare.BadInput, match="not finished"):
         prepare.open_data(out)
-    kept = [json.loads(p.read_text()) for p in (out / ".work").glob("0*.json")]
-    again = prep_run(*flags)
+    kept = {p: p.stat().st_mtime_ns for p in (out / ".work").glob("0*.json")}
+    assert len(kept) == {"tokenizer": 0, "encoding": 7}.get(phase, 24)
+    again = prep_run(*flags, "--workers=1")
     assert again.returncode == 0, again.stderr
-    if phase != "tokenizer":
-        assert "continuing" in again.stderr
     assert prep_same(out, made) and not (out / ".work").exists()
-    if phase in ("joining", "meta"):
-        assert all(state["done"] for state in kept)
-
-
-def test_prepare_uncommitted_bytes_are_cut_off(tmp_path):
-    shard = prepare.Shard(tmp_path, 0)
-    with shard:
-        shard.add([b"ab", b"", b"cd"], [1, 0, 1], [5, 0, 6], [0, 0, 0])
-        shard.commit(2, False)
-        shard.add([b"efgh", b"", b""], [1, 0, 0], [5, 0, 0], [0, 0, 0])
-    again = prepare.Shard(tmp_path, 0)
-    assert again.state["rows"] == 2 and again.state["tokens"] == [1, 0, 1] and shard.bins[0].stat().st_size == 6
-    with again:
-        again.add([b"xy", b"", b""], [1, 0, 0], [5, 0, 0], [0, 0, 0])
-        again.commit(3, True)
-    assert [p.read_bytes() for p in again.bins] == [b"abxy", b"", b"cd"]
-    again.bins[0].write_bytes(b"a")
-    with pytest.raises(prepare.BadInput, match="shorter than its journal"):
-        prepare.Shard(tmp_path, 0).__enter__()
 
 
 def test_prepare_dead_worker_and_ctrl_c_leave_no_process(tmp_path):
@@ -467,9 +442,9 @@ def test_prepare_dead_worker_and_ctrl_c_leave_no_process(tmp_path):
     script.write_text(f"""import sys, time
 sys.path.insert(0, {str(PREP_SCRIPT.parent)!r})
 import prepare
-prepare.BATCH_BYTES, prepare.WORKER_BYTES = 3000, 1
-call = prepare.Encoder.__call__
-prepare.Encoder.__call__ = lambda self, documents: (time.sleep(0.1), call(self, documents))[1]
+prepare.PART_BYTES, prepare.WORKER_BYTES = 1, 1
+encode = prepare.Encoder.encode
+prepare.Encoder.encode = lambda self, document: (time.sleep(0.01), encode(self, document))[1]
 if __name__ == "__main__":
     prepare.run_script(prepare.main)
 """)
@@ -510,7 +485,7 @@ def test_prepare_says_it_is_finished_and_refuses_other_settings(prep_corpus, tmp
         prep_make(source, folder, *flags, "--salt=other")
     copy = shutil.copytree(source, tmp_path / "source")
     prep_write(copy / "b" / "d.parquet", prep_texts(300, 5))
-    with pytest.raises(prepare.BadInput, match="source file b/d.parquet was changed"):
+    with pytest.raises(prepare.BadInput, match="other source files: b/d.parquet changed"):
         prep_make(copy, folder, *flags)
     assert prepare.open_data(folder).fingerprint == prepare.open_data(made).fingerprint
     prep_make(copy, folder, *flags, "--overwrite")
@@ -577,11 +552,11 @@ def test_prepare_skips_what_is_not_utf8_and_reads_binary_and_dictionary_columns(
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--vocab_size=65537"], "65,537"), (["--vocab_size=100"], "vocabulary of 100"),
-    (["--vocab_size=0"], "at least 1"),
+    (["--vocab_size=65537"], "between 260 and 65536"), (["--vocab_size=100"], "between 260 and 65536"),
+    (["--salt=\udcff"], "is not UTF-8"),
     (["--salt=" + "x" * 17], "longer than 16 bytes"),
     (["--val_fraction=0.6", "--test_fraction=0.4"], "together below 1"),
-    (["--workers=0"], "--workers must be at least 1"),
+    (["--workers=0"], "--workers=0 must be at least 1"),
     (["--tokenizer=/nowhere.json"], "cannot be read as a tokenizer"),
     (["--worker=2"], "did you mean --workers"), (["--source=/nowhere"], "no such file"),
     (["--source=dmeo"], "did you mean demo"),
@@ -599,7 +574,7 @@ def test_prepare_full_disk(prep_corpus, tmp_path, monkeypatch, capsys):
              "--test_fraction=0.1"]
     with monkeypatch.context() as m:
         m.setattr(prepare.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-        with pytest.raises(prepare.BadInput, match="GB are free"):
+        with pytest.raises(OSError, match="GB are free"):
             prepare.main(flags)
     for limit in (3_000, 60_000):  # bytes a file may have: in the tokenizer, in a bin
         run = prep_run(*flags, preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
@@ -637,7 +612,7 @@ def test_prepare_open_data_refuses_what_is_not_whole(prep_corpus, tmp_path):
     meta = json.loads((folder / "meta.json").read_text())
     del meta["fingerprint"]
     (folder / "meta.json").write_text(json.dumps(meta))
-    refused("lacks 'fingerprint'")
+    refused("says fingerprint = None")
     (folder / "meta.json").unlink()
     refused("has no meta.json")
     shutil.rmtree(folder)
@@ -717,25 +692,226 @@ def test_prepare_from_the_hub(tmp_path):
         env.pop("HF_HUB_OFFLINE", None)
         return prep_run(f"--out={tmp_path / out}", "--vocab_size=500", *flags, env=env)
     with prep_hub(files, cut=["001.parquet"], fail=1) as (hub, log):
-        made = run("hub", hub, "--keep_parquet=false")
+        made = run("hub", hub)
         assert made.returncode == 0, made.stderr
         assert all((tmp_path / "hub" / f).read_bytes() == (expected / f).read_bytes() for f in PREP_BINS[:4])
-        assert len([p for p, _ in log if p.endswith("001.parquet")]) == 2  # cut off once, then whole
-        assert not list((tmp_path / "hub").rglob("*.parquet"))
         asked = len(log)
-        again = run("hub", hub, "--keep_parquet=false")
+        again = run("hub", hub)
         assert again.returncode == 0 and "finished already" in again.stdout and len(log) == asked
-        part = tmp_path / "part" / "parquet" / "sample" / "10BT" / "000.parquet.part"  # what a killed download left
-        part.parent.mkdir(parents=True)
-        part.write_bytes(files["000.parquet"][:1000])
-        made = run("part", hub, "--shards=1")
-        assert made.returncode == 0 and log[-1][1] == "bytes=1000-"
-        assert list((tmp_path / "part").rglob("*.parquet"))
     with prep_hub(files, shas={"002.parquet": "0" * 64}) as (hub, log):
         made = run("flip", hub)
         assert made.returncode == 1 and made.stderr.splitlines()[-1].endswith("than the Hub lists: it is not used")
         assert "Traceback" not in made.stderr and not (tmp_path / "flip" / "meta.json").exists()
         assert not (tmp_path / "flip" / "parquet" / "sample" / "10BT" / "002.parquet").exists()
+
+
+@pytest.mark.parametrize("change, line", [
+    ("bytes", "lacks 1 of the 256 bytes"), ("added", "text can become its end of text"), ("dropout", None)])
+def test_prepare_tokenizers_that_lose_text_are_refused(tmp_path, change, line):
+    """No whole byte alphabet (D1), an end of text that text can become (D2); dropout is off (D3)."""
+    made = json.loads(prepare.train_tokenizer(prep_texts(50), 600))
+    if change == "bytes":
+        made["model"]["vocab"]["gone"] = made["model"]["vocab"].pop("\u0100")
+    if change == "added":
+        made["added_tokens"][3]["special"] = False
+    (tmp_path / "plain.json").write_text(json.dumps(made))
+    made["model"]["dropout"] = 0.5 if change == "dropout" else None
+    (tmp_path / "t.json").write_text(json.dumps(made))
+    prep_write(tmp_path / "s.parquet", prep_texts(20))
+
+    def make(name):
+        prepare.main([f"--source={tmp_path / 's.parquet'}", f"--out={tmp_path / name}",
+                      f"--tokenizer={tmp_path / name}.json"])
+        return (tmp_path / name / "train.bin").read_bytes()
+    if line is None:
+        assert make("t") == make("plain")
+        return
+    with pytest.raises(BadInput, match=line):
+        make("t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_prepare_reads_an_encrypted_file_views_and_names_with_dots(tmp_path):
+    """An encrypted column beside the text (D4) ends no process; string_view, and text{x} beside text.x (D11)."""
+    texts = ["one", "two"]
+    nested = pa.StructArray.from_arrays([pa.array(["no", "no"])], ["x"])
+    pq.write_table(pa.table({"text": nested, "text.x": texts}), tmp_path / "dots.parquet")
+    pq.write_table(pa.table({"text.x": pa.array(texts, pa.string_view())}), tmp_path / "view.parquet")
+    made = prep_make(tmp_path, tmp_path / "out", "--text_column=text.x", "--val_fraction=0", "--test_fraction=0")
+    assert prep_documents(made, "train") == texts * 2
+    try:
+        import pyarrow.parquet.encryption as pe
+    except ImportError:
+        pytest.skip("this pyarrow writes no encrypted file")
+
+    class Keys(pe.KmsClient):
+        def __init__(self, config):
+            super().__init__()
+
+        def wrap_key(self, key, name):
+            return key.hex()
+
+        def unwrap_key(self, key, name):
+            return bytes.fromhex(key)
+    encrypted = tmp_path / "encrypted" / "e.parquet"
+    encrypted.parent.mkdir()
+    config = pe.EncryptionConfiguration(footer_key="f", column_keys={"c": ["secret"]}, plaintext_footer=True)
+    factory = pe.CryptoFactory(Keys)
+    properties = factory.file_encryption_properties(pe.KmsConnectionConfig(), config)
+    table = pa.table({"text": texts, "secret": texts})
+    with pq.ParquetWriter(encrypted, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    run = prep_run(f"--source={encrypted}", f"--out={tmp_path / 'e'}", "--vocab_size=300", "--val_fraction=0",
+                   "--test_fraction=0")
+    if run.returncode == 0:
+        assert prep_documents(tmp_path / "e", "train") == texts
+    else:
+        assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
+
+
+def test_prepare_a_refused_source_leaves_nothing_and_the_advice_works(tmp_path):
+    """D5."""
+    pq.write_table(pa.table({"content": prep_texts(20)}), tmp_path / "s.parquet")
+    assert "(text: content)" in prep_refused(tmp_path / "s.parquet", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    prep_make(tmp_path / "s.parquet", tmp_path / "out", "--text_column=content")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')  # found in the middle of the work
+    assert "line 2 cannot be used" in prep_refused(tmp_path / "bad.jsonl", tmp_path / "mended")
+    assert not (tmp_path / "mended").exists()
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    prep_make(tmp_path / "bad.jsonl", tmp_path / "mended")
+
+
+def test_prepare_reads_each_file_once_and_no_hidden_ones(tmp_path, capsys):
+    """Links (D6), names that begin with _ (P9)."""
+    for name in ("a.parquet", "_temporary/b.parquet", "_old.parquet", ".c.parquet"):
+        prep_write(tmp_path / "s" / name, [name])
+    (tmp_path / "s" / "latest").symlink_to(".")
+    (tmp_path / "s" / "z.parquet").symlink_to("a.parquet")
+    assert [f["path"] for f in prepare.source_files(tmp_path / "s", None)] == ["a.parquet"]
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("latest", "z.parquet", "_temporary", "_old.parquet"))
+
+
+def test_prepare_a_finished_folder_is_looked_at_again(prep_corpus, tmp_path):
+    """D7: a bin that is gone or changed is named. D9: so is a source file that was touched."""
+    source, made, _ = prep_corpus
+    flags = ["--val_fraction=0.1", "--test_fraction=0.1"]
+    folder = shutil.copytree(made, tmp_path / "made")
+    data = bytearray((folder / "train.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "train.bin").write_bytes(data)
+    with pytest.raises(BadInput, match="train.bin is not the file.*--overwrite"):
+        prep_make(source, folder, *flags)
+    (folder / "train.bin").unlink()
+    with pytest.raises(BadInput, match="train.bin is missing.*--overwrite"):
+        prep_make(source, folder, *flags)
+    prep_make(source, folder, *flags, "--overwrite")
+    assert prep_same(folder, made)
+    copy = shutil.copytree(source, tmp_path / "source")
+    os.utime(copy / "a.parquet")
+    with pytest.raises(BadInput, match="other source files: a.parquet changed"):
+        prep_make(copy, folder, *flags)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("vocab_size", 70000), ("vocab_size", None), ("vocab_size", 300), ("eos_id", 600), ("eos_id", 5),
+    ("fingerprint", "0" * 16), ("tokens", "1650441"), ("tokens", -1), ("splits", [])])
+def test_prepare_meta_must_fit_itself(prep_corpus, tmp_path, key, value):
+    """D8."""
+    folder = shutil.copytree(prep_corpus[1], tmp_path / "made")
+    meta = prepare.read_json(folder / "meta.json")
+    (meta["splits"]["train"] if key == "tokens" else meta)[key] = value
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(BadInput, match="meta.json (says|has)"):
+        open_data(folder)
+
+
+def test_prepare_reads_jsonl(tmp_path):
+    """D10, P10: long lines, an id that changes its type; a lone surrogate is skipped and counted."""
+    texts = ["word " * 1_000_000, "y " * 1_000_000, "z\n \u00e9\U0001f600"]
+    with open(tmp_path / "s.jsonl", "w", encoding="utf-8") as f:
+        for k, text in enumerate(texts):
+            f.write(json.dumps({"id": [1, "one", None][k], "text": text}) + "\n\n")
+        f.write('{"text": "lone \\ud800"}\n{"text": null}\n{"id": 3}\n{"text": ""}\n')
+    made = prep_make(tmp_path / "s.jsonl", tmp_path / "out", "--val_fraction=0", "--test_fraction=0")
+    assert prep_documents(made, "train") == texts
+    assert open_data(made, ["train"]).meta["report"]["skipped"] == {"null": 2, "empty": 1, "not UTF-8": 1}
+
+
+def test_prepare_odd_names_and_pipes(tmp_path):
+    """D11: one line each, and none waits."""
+    os.mkfifo(tmp_path / "f.parquet")
+    (tmp_path / "bad").mkdir()
+    prep_write(tmp_path / "ok.parquet", ["a"])
+    os.rename(tmp_path / "ok.parquet", os.fsencode(tmp_path / "bad") + b"/\xff.parquet")
+    for source, line in ((tmp_path / "f.parquet", "no regular file"), (tmp_path / "bad", "is not UTF-8")):
+        run = prep_run(f"--source={source}", f"--out={tmp_path / 'out'}")
+        assert run.returncode == 2 and line in run.stderr and run.stderr.count("\n") == 1, run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("status, kind, line", [
+    (404, BadInput, "--subset"), (401, BadInput, "HF_TOKEN"), (403, BadInput, "HF_TOKEN"), (503, Failed, "attempts"),
+    (None, BadInput, "--subset")])
+def test_prepare_says_at_once_what_will_not_pass(monkeypatch, status, kind, line):
+    """D13: only a fault of the server is waited for; D12: the sentence says what is kept."""
+    waits = []
+    monkeypatch.setattr(prepare.time, "sleep", waits.append)
+    name = "HfHubHTTPError" if status else "TooManyRedirects"
+
+    def action():
+        error = type(name, (Exception,), {})(f"answer {status}")
+        error.response = SimpleNamespace(status_code=status or 302)
+        raise error
+    with pytest.raises(kind, match=line):
+        prepare.patiently("x", action)
+    assert bool(waits) == (status == 503)
+
+
+@pytest.mark.parametrize("name", ["../../../evil.parquet", "/evil.parquet", "a\\..\\evil.parquet"])
+def test_prepare_a_listing_stays_in_its_folder(monkeypatch, name):
+    """D14."""
+    import huggingface_hub
+    listed = [SimpleNamespace(path=name, size=1, lfs=SimpleNamespace(sha256="0"))]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda *a, **k: listed)
+    with pytest.raises(BadInput, match="outside the folder"):
+        prepare.hub_files("sample/10BT", "0" * 40, None)
+
+
+def test_prepare_two_at_once_and_the_home_folder(tmp_path):
+    """P8: the second waits. P13: ~ is the home folder; a terminal without UTF-8 gets plain text."""
+    prep_write(tmp_path / "\u00e9.parquet", prep_texts(20))
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, PREP_SCRIPT, f"--source={tmp_path / chr(233)}.parquet", "--out=~/out", "--vocab_size=300"]
+    runs = [subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=60)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert open_data(tmp_path / "out", prepare.SPLITS) and not (tmp_path / "~").exists()
+
+
+def test_prepare_two_writers_of_one_file(tmp_path):
+    """P11: both end, the file is one of theirs; what a killed writer left is removed."""
+    left = tmp_path / ".a.json.1-0.tmp"
+    left.write_text("half")
+    os.utime(left, (0, 0))
+    with prepare.atomic_file(tmp_path / "a.json", "w") as first:
+        with prepare.atomic_file(tmp_path / "a.json", "w") as second:
+            second.write("second")
+        first.write("first")
+    assert (tmp_path / "a.json").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_prepare_a_folder_made_anew_is_noticed(prep_corpus, tmp_path):
+    """P1: what was opened is read to the end, and check() names the change."""
+    folder = shutil.copytree(prep_corpus[1], tmp_path / "made")
+    data = open_data(folder)
+    before = np.array(data.tokens("val"))
+    data.check()
+    prep_make(prep_corpus[0], folder, "--val_fraction=0.1", "--test_fraction=0.1", "--salt=other", "--overwrite")
+    assert np.array_equal(data.tokens("val"), before)
+    with pytest.raises(BadInput, match="prepared anew"):
+        data.check()
 
 
 def test_prepare_demo_from_anywhere(tmp_path):
