@@ -441,7 +441,7 @@ def figure(path: Path, title: str, width: float, height: float, **layout):
     look = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     with plt.rc_context(look):
         fig, axes = plt.subplots(squeeze=False, layout="constrained", figsize=(width, height), **layout)
-        fig.suptitle(textwrap.fill(title, int(15 * width)), fontsize=8)  # 15 letters of that size are an inch or less
+        fig.suptitle(textwrap.fill(title, int(10 * width)), fontsize=8)  # 10 letters of that size, the widest even, are an inch
         yield fig, axes[0]
         with atomic_file(path) as out:
             fig.savefig(out, format="png", dpi=200, metadata={"Software": None})

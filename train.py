@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 import eval as evaluation
-from model import ARMS, GPT, SCALES, GPTConfig, Stream, canonical, find_arm
+from model import ARMS, GPT, SCALES, GPTConfig, canonical, find_arm, logits_apart
 from prepare import (BadInput, Failed, atomic_file, flag, human_time, open_data, parse_flags, read_json, run_script,
                      sha256_of, to_json, write_json)
 from route_kernel import choose_backend
@@ -222,7 +222,7 @@ def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
     try:
         gpt = GPTConfig.from_scale(f.scale, f.arch, backend=f.backend, **shape)
         c.update({k: getattr(gpt, k) for k in ("n_layer", "n_embd", "n_head", "block_layers", "context", "mlp_ratio")})
-    except BadInput as e:
+    except ValueError as e:
         problems += str(e).splitlines()
         c["context"] = shape.get("context") or SCALES[f.scale]["context"]
     if f.max_steps is not None and f.max_tokens is not None:
@@ -384,7 +384,7 @@ def compile_layers(model: GPT, backend: str = "inductor") -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for layer in model.layers:
-        for part in ("forward",) if model.arm.depth is Stream else ("attention", "mlp"):
+        for part in ("forward",) if model.arm.depth.whole_layers else ("attention", "mlp"):
             setattr(layer, part, torch.compile(getattr(layer, part), dynamic=False, fullgraph=True, backend=backend))
 
 
@@ -616,7 +616,8 @@ def open_run_data(c: dict, f: Flags, world: World):
             say(world, f"{folder} is missing: preparing the bundled corpus")
             subprocess.run([sys.executable, str(ROOT / "prepare.py"), "--source=demo", f"--out={folder}"], check=True)
         world.from_rank0(make)
-    data = world.from_rank0(lambda: open_data(folder))
+    world.from_rank0(lambda: open_data(folder) and None)  # one rank says what is wrong with it; open files do not travel
+    data = open_data(folder)
     windows, enough = evaluation.slice_windows(data, "val", c["context"], c["eval_tokens"])
     strict = f.scale in ("S", "M")
     have = data.meta["splits"]
@@ -637,10 +638,17 @@ def build_model(c: dict, device: torch.device, begin: bool = True) -> GPT:
     model = GPT(evaluation.model_config(c), seed=c["seed"])
     if c["init_from"] and begin:
         state, parent, _ = evaluation.load_state(Path(c["init_from"]))
-        model.load_from(state, parent["arch"])
         differ = [f"{k} is {parent[k]} there and {c[k]} here" for k in ("n_head", "block_layers", "tokenizer_sha256") if parent[k] != c.get(k, parent[k])]
         if differ:
             raise BadInput(f"--init_from={c['init_from']}: the weights would mean something else, {'; '.join(differ)}")
+        try:
+            model.load_from(state)
+        except ValueError as e:
+            raise BadInput(f"--init_from={c['init_from']}: {e}") from None
+        far = logits_apart((model.config, model.state_dict()), (evaluation.model_config(parent), state))
+        if far > 1e-5:
+            raise BadInput(f"--init_from={c['init_from']}: {c['arch']} with these weights does not compute what {parent['arch']} "
+                           f"does (logits differ by {far:.2g} of their norm)")
     if c["freeze"]:
         hit = [p.requires_grad_(False) for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, c["freeze"])]
         if not hit or not any(p.requires_grad for p in model.parameters()):
@@ -1075,7 +1083,7 @@ def main(argv: list[str]) -> int:
     for m in members:
         try:
             m.arch = canonical(m.arch)
-        except BadInput as e:
+        except ValueError as e:
             problems.append(str(e))
     if problems:
         raise BadInput("\n".join(dict.fromkeys(problems)))
