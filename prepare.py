@@ -927,9 +927,8 @@ worker = None  # in a worker process: make_part's arguments, all but the first
 
 
 def start_worker(work: Path, settings: dict) -> None:
-    """A worker leaves Ctrl-C to its parent, and ends with it."""
+    """A worker ends with its parent; Ctrl-C, which it does not hear, is for that one."""
     global worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -954,8 +953,13 @@ def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) ->
             return
         pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker,
                                                       (work, settings))
+        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C finds no worker half started
         try:
-            for made in concurrent.futures.as_completed([pool.submit(work_on, part) for part in parts]):
+            made_later = [pool.submit(work_on, part) for part in parts]
+        finally:
+            signal.signal(signal.SIGINT, heard)
+        try:
+            for made in concurrent.futures.as_completed(made_later):
                 progress.update(made.result())
         except concurrent.futures.BrokenExecutor:
             raise Failed("a worker process died, killed perhaps for lack of memory; finished parts are kept: run the "

@@ -407,10 +407,10 @@ def test_prepare_continues_after_a_kill(prep_corpus, tmp_path, phase):
     def die(*a, **k):
         os.kill(os.getpid(), signal.SIGKILL)
     def at(name, call, n):  # the n-th of these calls does not come back
-        def counted(*a):
+        def counted(*a, **k):
             global calls
             calls += phase == name
-            return die() if calls == n else call(*a)
+            return die() if calls == n else call(*a, **k)
         return counted
     prepare.train_tokenizer = at("tokenizer", prepare.train_tokenizer, 1)
     prepare.make_part = at("encoding", prepare.make_part, 8)
