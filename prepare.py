@@ -927,9 +927,8 @@ worker = None  # in a worker process: make_part's arguments, all but the first
 
 
 def start_worker(work: Path, settings: dict) -> None:
-    """A worker leaves Ctrl-C to its parent, and ends with it."""
+    """A worker ends with its parent."""
     global worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -955,8 +954,11 @@ def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) ->
         pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker,
                                                       (work, settings))
         try:
-            for made in concurrent.futures.as_completed([pool.submit(work_on, part) for part in parts]):
-                progress.update(made.result())
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers start with it: Ctrl-C is ours
+            made = [pool.submit(work_on, part) for part in parts]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            for future in concurrent.futures.as_completed(made):
+                progress.update(future.result())
         except concurrent.futures.BrokenExecutor:
             raise Failed("a worker process died, killed perhaps for lack of memory; finished parts are kept: run the "
                          f"same command again, with --workers={workers // 2}") from None
