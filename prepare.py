@@ -927,7 +927,7 @@ worker = None  # in a worker process: make_part's arguments, all but the first
 
 
 def start_worker(work: Path, settings: dict) -> None:
-    """A worker ends with its parent; Ctrl-C, which it does not hear, is for that one."""
+    """A worker ends with its parent."""
     global worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
@@ -955,12 +955,11 @@ def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) ->
                                                       (work, settings))
         heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C finds no worker half started
         try:
-            made_later = [pool.submit(work_on, part) for part in parts]
-        finally:
-            signal.signal(signal.SIGINT, heard)
-        try:
-            for made in concurrent.futures.as_completed(made_later):
-                progress.update(made.result())
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers start with it: Ctrl-C is ours
+            made = [pool.submit(work_on, part) for part in parts]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            for future in concurrent.futures.as_completed(made):
+                progress.update(future.result())
         except concurrent.futures.BrokenExecutor:
             raise Failed("a worker process died, killed perhaps for lack of memory; finished parts are kept: run the "
                          f"same command again, with --workers={workers // 2}") from None
