@@ -953,7 +953,6 @@ def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) ->
             return
         pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker,
                                                       (work, settings))
-        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C finds no worker half started
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers start with it: Ctrl-C is ours
             made = [pool.submit(work_on, part) for part in parts]

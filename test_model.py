@@ -2948,13 +2948,13 @@ def test_eval_crossed_backends(own_run, toy, monkeypatch, capsys):
         with pytest.raises(BadInput, match=f"{arch} has no .*, so there is nothing to compare"):
             eval_here(make_run(own_run.parent / arch, toy, arch), "--compare_backends")
     on_backend("fused")
-    eval_here(own_run, "--compare_backends", "--eval_tokens=32")
-    found = stored(own_run, "backends-val-000012-32")
+    eval_here(own_run, "--compare_backends", "--eval_tokens=16")
+    found = stored(own_run, "backends-val-000012-16")
     assert found["within"] and 0 < found["logits"] < 1e-5 and found["nll_reference"] != 0 and found["dtype"] == "float32"
     monkeypatch.setitem(evaluation.TOLERANCE, "float32", dict(logits=1e-12, nll=1e-12, js=1e-12))
     with pytest.raises(Failed, match="differ by more than the tolerance: rd"):
-        eval_here(own_run, "--compare_backends", "--eval_tokens=32")
-    assert not stored(own_run, "backends-val-000012-32")["within"]
+        eval_here(own_run, "--compare_backends", "--eval_tokens=16")
+    assert not stored(own_run, "backends-val-000012-16")["within"]
 
 
 def test_eval_sampling_needs_the_run_folder_alone(own_run, capsys):
@@ -3010,7 +3010,7 @@ def test_eval_export_loads_where_only_the_model_is(own_run, tmp_path, monkeypatc
 def test_eval_reports_on_rivals(arch, toy, tmp_path, capsys):
     """`--report` shows the weights of every arm that mixes over depth, by layer and source."""
     folder = make_run(tmp_path / "run", toy, arch)
-    eval_here(folder, "--report", "--eval_tokens=32")
+    eval_here(folder, "--report", "--eval_tokens=16")
     assert ("no depth reads to report" in capsys.readouterr().out) == (arch == "resformer")
     if arch == "resformer":
         return
