@@ -407,6 +407,7 @@ def reference_read_backward(sources, running, needed, dmix, dopened, parameters,
 # Launches
 
 GROUP = 8  # sources held in registers at once: up to so many are known when a kernel is compiled, more go in groups
+BACKWARD_GROUP = 4  # of a backward whose sources go in groups: with 8 it would spill at M, and be slower by a tenth
 PROGRAMS_PER_SM = 4  # in a backward: as many as the registers hold at once, for each adds to what is summed after
 # fused multiply-add, whose default is about to change; every register, since with fewer some kernels would spill
 OPTIONS = {"enable_fp_fusion": True, "maxnreg": 255}
@@ -468,6 +469,7 @@ def fused_read_backward(sources, running, needed, dmix, dopened, parameters, sta
     ds = [g if want else None for g, want in zip(out[6:], needed)]
     (N, d), K, R, device = sources[0].shape, len(sources), len(parameters[0]), sources[0].device
     A, norm, once = len(dopened) // 3, int(parameters[2] is not None), K <= GROUP
+    group = K if once else BACKWARD_GROUP
     if not A:  # what was opened and never closed has no gradient
         for g in out[3:5]:
             g.zero_()
@@ -479,15 +481,15 @@ def fused_read_backward(sources, running, needed, dmix, dopened, parameters, sta
     table, align, pointers = None, 1, [tuple(s if g is None else g for s, g in zip(sources, gs))
                                        for gs in (sources, running, ds)]
     if not once:  # absent running gradients are zeros, and gradients that nobody wants are written and dropped
-        zero, drop, pad = torch.zeros_like(sources[0]), torch.empty_like(sources[0]), [None] * (-K % GROUP)
+        zero, drop, pad = torch.zeros_like(sources[0]), torch.empty_like(sources[0]), [None] * (-K % group)
         lists = [[filler if t is None else t for t in (*ts, *pad)]
                  for ts, filler in ((sources, sources[0]), (running, zero), (ds, drop))]
         table, align = offsets(device, *lists)
-        pointers, run, want = [p[:1] for p in pointers], 2 ** GROUP - 1, 2 ** GROUP - 1
+        pointers, run, want = [p[:1] for p in pointers], 2 ** group - 1, 2 ** group - 1
     num_warps = warps_for(d, 13)
     launch(read_backward_kernel, (P,), device, *pointers, table, tuple(dmix), *(dopened or (None,) * 3), dgiven, keys,
            parameters[2], scores, lse, rstd, parts, N, K, n_ahead, d=d, R=R, AHEAD=A, STORED=scores.shape[2],
-           GIVEN=int(given), NORM=norm, G=min(K, GROUP), ONCE=once, ALIGN=align, RUN=run, WANT=want,
+           GIVEN=int(given), NORM=norm, G=group, ONCE=once, ALIGN=align, RUN=run, WANT=want,
            LANES=32 * num_warps, num_warps=num_warps)
     parameters = [p if p is None else p.contiguous() for p in parameters]
     launch(finish_kernel, (-(-d // 16),), device, parts, *parameters[:2], *parameters[3:], *dparameters, P,
@@ -655,7 +657,7 @@ if triton is not None:
         for row32 in range(tl.program_id(0), N, tl.num_programs(0)):
             row = tl.cast(row32, tl.int64)  # offsets pass 2^31 elements
             h, top, total = zeros, lows, nothing
-            if ONCE:
+            if ONCE:  # K is G then, and known when this is compiled
                 raw = load_group(src, table, 0, row, d, G - PENDING, ONCE, ALIGN, LANES)
                 if PENDING:  # the addition that the last write left to this pass, rounded as torch rounds it
                     fresh = ()
@@ -665,7 +667,7 @@ if triton is not None:
                         fresh = fresh + (after.to(old.dtype.element_ty),)
                         store(src[G - 1] + row * d, fresh[c], c, d, LANES)
                     raw = raw + (fresh,)
-                h, top, total = add_group(h, top, total, raw, w, given, state, 0, row, K, n_ahead, eps, d, R, Q,
+                h, top, total = add_group(h, top, total, raw, w, given, state, 0, row, G, n_ahead, eps, d, R, Q,
                                           GIVEN, G, ONCE, LANES)
             else:
                 top, total = (), ()
@@ -691,14 +693,13 @@ if triton is not None:
     @triton.jit
     def load_weights(state, norm, i, row, K, n_ahead, R: tl.constexpr, Q: tl.constexpr, STORED: tl.constexpr,
                      G: tl.constexpr):
-        """The scores and weights of sources i to i + G, those of one source together."""
-        e, alpha = (), ()
+        """The weights of sources i to i + G, those of one source together."""
+        alpha = ()
         for j in tl.static_range(G):
             for q in tl.static_range(Q):
                 x = tl.load(state + (row * K + i + j) * STORED + q, mask=i + j < K, other=0.0)
-                e = e + (x,)
                 alpha = alpha + (tl.where(i + j < (K if q < R else n_ahead), tl.exp(x - norm[q]), 0.0),)
-        return e, alpha
+        return alpha
 
     @triton.jit
     def mix(h, alpha, raw, d: tl.constexpr, Q: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr):
@@ -711,7 +712,7 @@ if triton is not None:
         return out
 
     @triton.jit
-    def group_backward(dw, raw, e, alpha, dh, mean, running, dsrc, table, dlse, dgiven, keys, state, i, row, K,
+    def group_backward(dw, raw, alpha, dh, mean, running, dsrc, table, dlse, dgiven, keys, state, i, row, K,
                        n_ahead, d: tl.constexpr, R: tl.constexpr, Q: tl.constexpr, STORED: tl.constexpr,
                        GIVEN: tl.constexpr, G: tl.constexpr, ONCE: tl.constexpr, ALIGN: tl.constexpr,
                        RUN: tl.constexpr, WANT: tl.constexpr, LANES: tl.constexpr):
@@ -728,7 +729,9 @@ if triton is not None:
                 if GIVEN and j == 0:
                     tl.store(dgiven + row, x)
                 x *= inv
-                p += x * e[j * Q + q]
+                # loaded again rather than kept in registers; the policy keeps the two loads from being merged
+                p += x * tl.load(state + (row * K + i + j) * STORED + q, mask=i + j < K, other=0.0,
+                                 eviction_policy="evict_last")
                 de = de + (x,)
             pull = pull + (p * inv / d,)
         span = tl.cdiv(K, G) * G
@@ -780,13 +783,13 @@ if triton is not None:
             h = zeros
             if ONCE:
                 raw = load_group(src, table, 0, row, d, G, ONCE, ALIGN, LANES)
-                e, alpha = load_weights(state, norm, 0, row, K, n_ahead, R, Q, STORED, G)
+                alpha = load_weights(state, norm, 0, row, G, n_ahead, R, Q, STORED, G)
                 h = mix(h, alpha, raw, d, Q, G, LANES)
             else:
                 for i in range(0, K, G):
                     group = load_group(src, table, i, row, d, G, ONCE, ALIGN, LANES)
                     seen = load_weights(state, norm, i, row, K, n_ahead, R, Q, STORED, G)
-                    h = mix(h, seen[1], group, d, Q, G, LANES)
+                    h = mix(h, seen, group, d, Q, G, LANES)
             dh, mean = (), ()
             for q in tl.static_range(Q):
                 g = plus(zero_row(d, LANES), 1.0, load_row((dmix[q] if q < R else dopened) + row * d, d, LANES), d,
@@ -802,13 +805,13 @@ if triton is not None:
                 dh, mean = dh + (g,), mean + (dot(g, h[q], d, LANES),)
 
             if ONCE:
-                dw = group_backward(dw, raw, e, alpha, dh, mean, running, dsrc, table, dlse, dgiven, keys, state, 0,
-                                    row, K, n_ahead, d, R, Q, STORED, GIVEN, G, ONCE, ALIGN, RUN, WANT, LANES)
+                dw = group_backward(dw, raw, alpha, dh, mean, running, dsrc, table, dlse, dgiven, keys, state, 0,
+                                    row, G, n_ahead, d, R, Q, STORED, GIVEN, G, ONCE, ALIGN, RUN, WANT, LANES)
             else:
                 for i in range(0, K, G):
                     group = load_group(src, table, i, row, d, G, ONCE, ALIGN, LANES)
-                    scores, weights = load_weights(state, norm, i, row, K, n_ahead, R, Q, STORED, G)
-                    dw = group_backward(dw, group, scores, weights, dh, mean, src, src, table, dlse, dgiven, keys,
+                    weights = load_weights(state, norm, i, row, K, n_ahead, R, Q, STORED, G)
+                    dw = group_backward(dw, group, weights, dh, mean, src, src, table, dlse, dgiven, keys,
                                         state, i, row, K, n_ahead, d, R, Q, STORED, GIVEN, G, ONCE, ALIGN, RUN, WANT,
                                         LANES)
         out = parts + tl.program_id(0) * (Q + 1) * d  # this program's share of the sums over rows
