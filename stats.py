@@ -14,6 +14,7 @@ Differences are NLL(treatment) - NLL(control) in nats per token: negative favour
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -895,7 +896,7 @@ def compare(pairs: list[Pair], step: int, split: str, last: bool = False, label:
             "control_nll": spread(r["control_nll"] for r in rows),
             "treatment_nll": spread(r["treatment_nll"] for r in rows),
             "matched": paired(alone)._asdict() if alone and len(alone) < len(rows) else None,
-            "confounds": confounds(rows),
+            "confounds": dict(sorted(collections.Counter(name for r in rows for name in r["confounds"]).items())),
             "next_ci": next_interval(est.mean, est.sd, est.n) if tested else None,
             "t_test_p": t_test(est.mean, est.sd, est.n) if tested else None, "holm_p": None, "simultaneous_t_ci": None,
             "sign_flip_p": sign_flip(deltas) if tested else None, "smallest_p": 2.0 ** (1 - est.n),
@@ -909,12 +910,6 @@ def compare(pairs: list[Pair], step: int, split: str, last: bool = False, label:
 def by_layer(records: list[dict], key: str) -> list[tuple[float, float | None]]:
     """(mean, sd) over seeds of each layer's value."""
     return [spread(values) for values in zip(*(r[key] for r in records if r.get(key)))]
-
-
-def confounds(rows: list[dict]) -> dict[str, int]:
-    """{setting: how many pairs differ in it}."""
-    names = [name for r in rows for name in r["confounds"]]
-    return {name: names.count(name) for name in sorted(set(names))}
 
 
 def pair_row(pair: Pair, step: int, split: str, last: bool) -> tuple[dict, np.ndarray | None]:
@@ -944,6 +939,11 @@ def pair_row(pair: Pair, step: int, split: str, last: bool) -> tuple[dict, np.nd
 LEVEL = 0.05
 VERDICTS = {"better": "Better than", "worse": "Worse than", "undecided": "Not decided against",
             "same function": "The same function as", "no test": "No test against"}
+PRIMARY = {
+    "planned": "plan.json named {} before the first step; it is judged by itself",
+    "interim": "not all its runs are complete; it is judged with the others",
+    "named after the runs": "named after the runs: no plan.json named it, with these runs and this endpoint, before "
+                            "their first step; it is judged with the others"}
 
 
 def judge(comparisons: list[dict], plans: list[dict], primary: str | None) -> None:
@@ -1092,19 +1092,17 @@ def verdict_text(c: dict) -> str:
     if n == 1:
         return f"{change}: a direction, no more. One pair has no interval, so it cannot be told from seed noise."
     if c["verdict"] == "no test":
-        return (f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied "
-                "folders?).")
+        return f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied folders?)."
+    by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
     if c["family"] > 1:
         level = f"{100 * (1 - LEVEL / c['family']):.4g}"
         by = (f"{level}% t interval {interval_text(c['simultaneous_t_ci'])} (Bonferroni, {c['family']} comparisons; "
               f"Holm p = {c['holm_p']:.2g})")
-    else:
-        by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
-    says = {"better": f"{arm} is better than {control}", "worse": f"{arm} is worse than {control}",
-            "undecided": f"neither {arm} nor {control} is shown to be better"}[c["verdict"]]
-    if c["interim"]:
-        says = f"so far {says}"
-    return f"{says}: {change}, {by}; lower in {c['wins']} of {n} pairs."
+    says = f"{arm} is {c['verdict']} than {control}"
+    if c["verdict"] == "undecided":
+        says = f"neither {arm} nor {control} is shown to be better"
+    so_far = "so far " if c["interim"] else ""
+    return f"{so_far}{says}: {change}, {by}; lower in {c['wins']} of {n} pairs."
 
 
 def confound_text(c: dict) -> str:
@@ -1127,19 +1125,18 @@ def confound_text(c: dict) -> str:
 
 def conclusion(c: dict) -> list[str]:
     """What the pairs of a comparison support, what they do not and why, in sentences for the report."""
-    run, lrs = c["runs"][0].treatment, sorted({as_text(r.config.get("lr")) for p in c["runs"] for r in p[:2]})
-    lines = [verdict_text(c)]
-    starred = lambda row: " (two backends)" if "backend" in row["confounds"] else ""
-    lines.append("By seed: " + ", ".join(f"{r['seed']} {signed(r['delta'])}{starred(r)}" for r in c["pairs"]) + "; lr "
-                 + " and ".join(lrs) + ".")
-    if text := confound_text(c):
-        lines.append(text)
-    if c["primary"] == "planned":
-        lines.append(f"Primary: plan.json named {c['treatment']} before the first step; it is judged by itself.")
-    elif c["primary"]:
-        why = "not all its runs are complete" if c["primary"] == "interim" else (
-            "named after the runs: no plan.json named it, with these runs and this endpoint, before their first step")
-        lines.append(f"Primary: {why}; it is judged with the others.")
+    lines, waiting = [], c["waiting"]
+    if c["interim"]:
+        names = ", ".join(waiting) if len(waiting) <= 3 else f"{len(waiting)} runs, {waiting[0]} to {waiting[-1]}"
+        lines.append(f"Interim, not a result: waiting for {names}.")
+    lines.append(verdict_text(c))
+    seeds = [f"{r['seed']} {signed(r['delta'])}" + (" (two backends)" if "backend" in r["confounds"] else "")
+             for r in c["pairs"]]
+    lrs = sorted({as_text(r.config.get("lr")) for p in c["runs"] for r in p[:2]})
+    lines.append(f"By seed: {', '.join(seeds)}; lr {' and '.join(lrs)}.")
+    lines.append(confound_text(c))
+    if c["primary"]:
+        lines.append(f"Primary: {PRIMARY[c['primary']].format(c['treatment'])}.")
     if e := c["equivalence"]:
         source = "the plan's margin" if e["planned"] else "a margin chosen after the runs"
         says = "they differ by less than" if e["equivalent"] else "not shown to differ by less than"
@@ -1156,13 +1153,9 @@ def conclusion(c: dict) -> list[str]:
                      f"n = {t['n']}).")
     if c["equal_time"]:
         lines.append(equal_time_text(c))
-    if c["interim"]:
-        few = len(c["waiting"]) <= 3
-        names = ", ".join(c["waiting"]) if few else f"{len(c['waiting'])} runs, {c['waiting'][0]} to {c['waiting'][-1]}"
-        lines.insert(0, f"Interim, not a result: waiting for {names}.")
     if c["missing"]:
         lines.append(f"Missing: {'; '.join(c['missing'])}.")
-    return lines + c["notes"]
+    return [line for line in lines if line] + c["notes"]
 
 
 def equal_time_text(c: dict) -> str:
@@ -1179,26 +1172,24 @@ def equal_time_text(c: dict) -> str:
             f"{e['arm']} with --max_tokens={e['max_tokens']}.")
 
 
-def trust(comparisons: list[dict]) -> list[str]:
+def trust(comparisons: list[dict]) -> str:
     """What holds for every conclusion of a report."""
+    text = "Shown for these scales, this corpus, this length and these learning rates; nothing is said about others."
     ns = sorted({c["n"] for c in comparisons if c["t_test_p"] is not None})
-    if not comparisons:
-        return []
-    lines = ["Shown for these scales, this corpus, this length and these learning rates; nothing is said about others."]
-    if ns:
-        share = [f"{COVERAGE[max(k for k in COVERAGE if k <= n)]}%" for n in (ns[0], ns[-1])]
-        sizes = f"{ns[0]} to {ns[-1]}" if len(ns) > 1 else f"{ns[0]}"
-        cover = " to ".join(dict.fromkeys(share))
-        lines.append(f"Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true "
-                     f"mean in about {cover} of studies, a t interval in about 95%. Other seeds, not other evaluation "
-                     "text, are what an interval speaks of.")
-        if any(c["verdict"] == "undecided" and c["holm_p"] and c["holm_p"] < LEVEL for c in comparisons):
-            lines.append("Verdicts follow the Bonferroni interval, so one with Holm p below 0.05 can stay undecided.")
-        least = 2.0 ** (1 - ns[0])
-        if least > LEVEL:
-            lines.append(f"A sign-flip test of {plural(ns[0], 'pair')} cannot give less than p = {least:g}, whatever "
-                         "the differences.")
-    return lines
+    if not ns:
+        return text
+    cover = dict.fromkeys(f"{COVERAGE[max(k for k in COVERAGE if k <= n)]}%" for n in (ns[0], ns[-1]))
+    sizes = " to ".join(map(str, dict.fromkeys((ns[0], ns[-1]))))
+    text += (f" Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true mean in "
+             f"about {' to '.join(cover)} of studies, a t interval in about 95%. Other seeds, not other evaluation "
+             "text, are what an interval speaks of.")
+    if any(c["verdict"] == "undecided" and c["holm_p"] and c["holm_p"] < LEVEL for c in comparisons):
+        text += " Verdicts follow the Bonferroni interval, so one with Holm p below 0.05 can stay undecided."
+    least = 2.0 ** (1 - ns[0])
+    if least > LEVEL:
+        text += (f" A sign-flip test of {plural(ns[0], 'pair')} cannot give less than p = {least:g}, whatever the "
+                 "differences.")
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1444,7 +1435,7 @@ def report(out: dict, figures: dict[str, str] | None = None) -> str:
         lines.append(f"**{c['scale']}, {c['arms']}** ({pairs}; {size} parameters; tokens: {c['budget']})")
         lines += [wrapped(text) for text in c["evidence"].splitlines()] + [""]
     if comparisons:
-        lines += [textwrap.fill(" ".join(trust(comparisons)), 158), ""]
+        lines += [textwrap.fill(trust(comparisons), 158), ""]
     if figures is not None:
         lines += [markdown(t) for t in tables(out)]
         lines += [f"![{caption}]({name}.png)\n" for name, caption in figures.items()]
@@ -1486,8 +1477,7 @@ COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ["-", "--", "-.", ":"]  # with the colours, 28 curves that differ
 ZERO = dict(color="0.6", lw=0.8, ls="--")
 STYLE = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
-         "legend.frameon": False,
-         "figure.constrained_layout.use": True, "legend.handlelength": 2.8}
+         "legend.frameon": False, "figure.constrained_layout.use": True, "legend.handlelength": 2.8}
 
 
 def draw(out: dict, folder: Path) -> dict[str, str]:
@@ -1498,10 +1488,10 @@ def draw(out: dict, folder: Path) -> dict[str, str]:
     from matplotlib import pyplot as plt
     shown, captions = out["comparisons"], {}
     reads = [c for c in shown if c["js"] and c["treatment"] not in SAME_AS_BLOCK]
+    figures = {"figure2_effects": (draw_effects, shown), "figure3_milestones": (draw_milestones, shown),
+               "figure4_js": (draw_js, reads), "training_curves": (draw_curves, shown[:1])}
     with plt.rc_context(STYLE):
-        for name, drawing, of in (
-                ("figure2_effects", draw_effects, shown), ("figure3_milestones", draw_milestones, shown),
-                ("figure4_js", draw_js, reads), ("training_curves", draw_curves, shown[:1])):
+        for name, (drawing, of) in figures.items():
             if not of:
                 continue
             fig, caption = drawing(plt, of, out)
@@ -1509,17 +1499,13 @@ def draw(out: dict, folder: Path) -> dict[str, str]:
                 with atomic_file(folder / f"{name}.{kind}") as f:
                     fig.savefig(f, format=kind, dpi=300, metadata=metadata)
             plt.close(fig)
-            captions[name] = f"{caption} {sample_sizes(of)}"
+            seeds: dict[str, list[str]] = {}
+            for c in of:
+                seeds.setdefault(listed(c["seeds"]), []).append(f"{c['scale']} {c['arm']}")
+            sizes = [f"{', '.join(arms)}: n = {s.count(',') + 1} (seed{'s' if ',' in s else ''} {s})"
+                     for s, arms in seeds.items()]
+            captions[name] = f"{caption} {'; '.join(sizes)}."
     return captions
-
-
-def sample_sizes(of: list[dict]) -> str:
-    """S rd, q_kv: n = 5 (seeds ...); M rd: n = 1 (seed 123)."""
-    arms: dict[str, list[str]] = {}
-    for c in of:
-        word = "seed" if c["n"] == 1 else "seeds"
-        arms.setdefault(f"n = {c['n']} ({word} {listed(c['seeds'])})", []).append(f"{c['scale']} {c['arm']}")
-    return "; ".join(f"{', '.join(names)}: {n}" for n, names in arms.items()) + "."
 
 
 def curve(ax, x: typing.Sequence[float], points: list[tuple[float, float | None]], k: int, label: str, **style) -> None:
@@ -1547,21 +1533,22 @@ def draw_effects(plt, of: list[dict], out: dict):
 
 
 def draw_milestones(plt, of: list[dict], out: dict):
-    """Figure 3: the difference to the control against tokens."""
+    """Figure 3: the difference to the control against tokens, a panel for each scale."""
     scales = list(dict.fromkeys(c["scale"] for c in of))
     most = max(sum(c["scale"] == scale for c in of) for scale in scales)
     columns = min(2, len(scales))
-    fig, axes = plt.subplots(-(-len(scales) // columns), columns, squeeze=False, sharey=True,
-                             figsize=(3.4, (1.5 + 0.11 * most) * -(-len(scales) // columns) + 0.5))
+    rows = math.ceil(len(scales) / columns)
+    fig, axes = plt.subplots(rows, columns, squeeze=False, sharey=True, figsize=(3.4, (1.5 + 0.11 * most) * rows + 0.5))
     for ax in axes.flat[len(scales):]:
         ax.set_visible(False)
     for ax, scale in zip(axes.flat, scales):
+        points = [m for m in out["milestones"] if m["scale"] == scale and m["tokens"]]
         for k, c in enumerate(c for c in of if c["scale"] == scale):
-            path = [m for m in out["milestones"] if (m["scale"], m["arms"]) == (scale, c["arms"]) and m["tokens"]]
+            path = [m for m in points if m["arms"] == c["arms"]]
             curve(ax, [m["tokens"] / 1e6 for m in path], [m["change"] for m in path], k, c["arm"], marker="o", ms=2.5)
         ax.axhline(0, **ZERO)
         ax.set(title=scale, xlabel="tokens (M)", xscale="log")
-        ticks = sorted({m["tokens"] / 1e6 for m in out["milestones"] if m["scale"] == scale and m["tokens"]})
+        ticks = sorted({m["tokens"] / 1e6 for m in points})
         ax.set_xticks(ticks, [f"{t:,.0f}" if t >= 100 else f"{t:.3g}" for t in ticks], minor=False)
         ax.set_xticks([], minor=True)
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2 if columns == 1 else 1, fontsize=6)
@@ -1607,6 +1594,7 @@ def draw_curves(plt, of: list[dict], out: dict):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The command
 
 
 @dataclasses.dataclass
