@@ -951,51 +951,41 @@ def judge(comparisons: list[dict], plans: list[dict], primary: str | None) -> No
     primary comparison that was planned before its first step is judged by its own interval (with other primary ones of
     its scale, were there several)."""
     families: dict[str, list[dict]] = {}
+    named = {primary, *(p["primary"] for p in plans if is_a(str, p.get("primary")))}
     for c in comparisons:
-        plan = plan_of(c, plans, primary=c["treatment"])
-        if plan and not c["interim"]:
-            c["primary"] = "planned"
-        elif plan or c["treatment"] in (primary, *(p.get("primary") for p in plans)):
-            c["primary"] = "interim" if plan else "named after the runs"
-        else:
-            c["primary"] = None
+        c["primary"], c["family"], c["verdict"] = None, 0, "undecided"
+        if any(plan.get("primary") == c["treatment"] for plan in plans_of(c, plans)):
+            c["primary"] = "interim" if c["interim"] else "planned"
+        elif c["treatment"] in named:
+            c["primary"] = "named after the runs"
         if c["t_test_p"] is not None:
             families.setdefault(c["scale"] if c["primary"] == "planned" else "", []).append(c)
-        c["family"], c["verdict"] = 0, "undecided"
+        else:  # one pair, or differences without spread
+            c["verdict"] = "no test" if any(c["deltas"]) else "same function"
     for family in families.values():
         for c, p in zip(family, holm([c["t_test_p"] for c in family])):
             c["family"], c["holm_p"] = len(family), p
-            c["simultaneous_t_ci"] = t_interval(c["mean"], c["sd"], c["n"], 1 - LEVEL / len(family))
-            low, high = c["simultaneous_t_ci"]
+            c["simultaneous_t_ci"] = low, high = t_interval(c["mean"], c["sd"], c["n"], 1 - LEVEL / len(family))
             if high < 0 or low > 0:
                 c["verdict"] = "better" if high < 0 else "worse"
-    for c in comparisons:
-        if c["t_test_p"] is None:  # one pair, or differences without spread
-            c["verdict"] = "same function" if not any(c["deltas"]) else "no test"
 
 
-def plan_of(c: dict, plans: list[dict], **wanted) -> dict | None:
-    """The plan with these entries (margin=None: any margin) that names every run of a comparison and its last step, and
-    was written before the first of the runs began."""
-    runs = [r for pair in c["runs"] for r in pair[:2]]
+def plans_of(c: dict, plans: list[dict]) -> list[dict]:
+    """The plans that name every run of a comparison, its control and its last step, and were written before the first
+    of the runs began; where either does not say when, that is not shown."""
+    configs, fitting = [r.config for pair in c["runs"] for r in pair[:2]], []
     for plan in plans:
-        if any(plan.get(k) != v if v is not None else plan.get(k) is None for k, v in wanted.items()):
-            continue
         arms, end = plan.get("arms"), plan.get("stop_steps") or plan.get("max_steps")
-        if not isinstance(arms, list) or c["step"] != end or c["control"] != ("block" if "block" in arms else arms[0]):
+        if not isinstance(arms, list) or not arms or c["step"] != end:
             continue
-        if {r.config["name"] for r in runs} <= set(plan["runs"]) and all(before(plan, r.config) for r in runs):
-            return plan
-    return None
-
-
-def before(plan: dict, config: dict) -> bool:
-    """Whether a plan was written before a run began; False where either does not say when."""
-    try:
-        written, began = (datetime.datetime.fromisoformat(str(x["started"])) for x in (plan, config))
-        return written <= began
-    except (KeyError, ValueError, TypeError):  # TypeError: one with a time zone, one without
-        return False
+        control = "block" if "block" in arms else arms[0]
+        if c["control"] != control or not {f["name"] for f in configs} <= set(plan["runs"]):
+            continue
+        with contextlib.suppress(KeyError, ValueError, TypeError):  # TypeError: one with a time zone, one without
+            written, *began = (datetime.datetime.fromisoformat(str(x["started"])) for x in (plan, *configs))
+            if all(written <= at for at in began):
+                fitting.append(plan)
+    return fitting
 
 
 def test_equivalence(comparisons: list[dict], plans: list[dict], margin: float | None) -> None:
@@ -1003,8 +993,8 @@ def test_equivalence(comparisons: list[dict], plans: list[dict], margin: float |
     5%, each comparison by itself."""
     for c in comparisons:
         c["equivalence"] = None
-        plan = plan_of(c, plans, margin=None)
-        planned = plan["margin"] if plan and is_a(float, plan["margin"]) and plan["margin"] > 0 else None
+        margins = [plan["margin"] for plan in plans_of(c, plans) if is_a(float, plan.get("margin"))]
+        planned = margins[0] if margins and margins[0] > 0 else None
         limit = planned if margin is None else margin
         if limit is None or c["t_test_p"] is None:
             continue
@@ -1092,7 +1082,8 @@ def verdict_text(c: dict) -> str:
     if n == 1:
         return f"{change}: a direction, no more. One pair has no interval, so it cannot be told from seed noise."
     if c["verdict"] == "no test":
-        return f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied folders?)."
+        return (f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied "
+                "folders?).")
     by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
     if c["family"] > 1:
         level = f"{100 * (1 - LEVEL / c['family']):.4g}"
