@@ -14,6 +14,7 @@ Differences are NLL(treatment) - NLL(control) in nats per token: negative favour
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -27,11 +28,12 @@ import typing
 from pathlib import Path
 
 import numpy as np
+from scipy import special
 
 from prepare import BadInput, atomic_file, did_you_mean, flag, parse_flags, read_json, run_script, to_json
 
 # ---------------------------------------------------------------------------------------------------------
-# Estimates: functions of differences alone. scipy.special is imported where it is used: it takes longer than the rest
+# Estimates: functions of differences alone
 
 # Percent of studies in which the nominal 95% percentile bootstrap interval of n normal differences holds the
 # true mean (simulated, 12,000 studies or more for each n); the t interval holds it in 95 at every n.
@@ -77,7 +79,6 @@ def paired(deltas: typing.Sequence[float]) -> Paired:
 
 def t_interval(mean: float, sd: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """Student-t interval (low, high) of a mean of n values with sample sd `sd`."""
-    from scipy import special
     half = float(special.stdtrit(n - 1, 0.5 + level / 2)) * sd / math.sqrt(n)
     return mean - half, mean + half
 
@@ -89,13 +90,11 @@ def next_interval(mean: float, sd: float, n: int, level: float = 0.95) -> tuple[
 
 def t_test(mean: float, sd: float, n: int) -> float:
     """Two-sided p of a zero mean, paired t test."""
-    from scipy import special
     return float(2 * special.stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
 
 
 def equivalence_test(mean: float, sd: float, n: int, margin: float) -> float:
     """p of |mean| >= margin by two one-sided t tests: below 0.05 exactly where the 90% interval lies inside."""
-    from scipy import special
     return float(special.stdtr(n - 1, -(margin - abs(mean)) / (sd / math.sqrt(n))))
 
 
@@ -124,7 +123,6 @@ def power(n: int, effect: float) -> float:
 
     By integration over the sample sd, given which the mean is normal: scipy's noncentral t gives up far out.
     """
-    from scipy import special
     limit, share = special.stdtrit(n - 1, 0.975), (np.arange(20_000) + 0.5) / 20_000
     sd = np.sqrt(special.chdtri(n - 1, share) / (n - 1))  # equally likely sample standard deviations
     shift = effect * math.sqrt(n)
@@ -133,7 +131,6 @@ def power(n: int, effect: float) -> float:
 
 def pairs_needed(sd: float, difference: float = 0.01, wanted: float = 0.8) -> int:
     """Pairs at which a two-sided 5% paired t test finds `difference` with power `wanted`."""
-    from scipy import special
     if not sd:
         return 2
     effect = difference / sd
@@ -246,7 +243,7 @@ def launch_report(config: dict, runs_folder: str | Path, control: str = "block")
         name = path.parent.name
         try:
             other = read_json(path)
-        except (BadInput, RecursionError):  # stats.py itself names what it cannot read
+        except BadInput:  # stats.py itself names what it cannot read
             continue
         if name == config.get("name") or (other.get("scale"), other.get("seed")) != place:
             continue
@@ -254,13 +251,14 @@ def launch_report(config: dict, runs_folder: str | Path, control: str = "block")
         if other.get("arch") == arm:
             if not refused:
                 lines.append(f"a rerun of {name}: the table takes one, both show the noise")
-        elif refused and control in (arm, other.get("arch")):
+        elif control not in (arm, other.get("arch")):
+            continue
+        elif refused:
             lines.append(f"not with {name}: {'; '.join(refused)}")
-        elif control in (arm, other.get("arch")):
+        else:
             partners += 1
-            lines.append(f"with {name}")
-            if marked:
-                lines[-1] += f", marked (--strict refuses it): {'; '.join(marked)}"
+            marks = f", marked (--strict refuses it): {'; '.join(marked)}" if marked else ""
+            lines.append(f"with {name}{marks}")
     if partners:
         return lines + ["the table gains a pair once both runs have reached a milestone"]
     other_arm = "another arm" if arm == control else control
@@ -268,18 +266,19 @@ def launch_report(config: dict, runs_folder: str | Path, control: str = "block")
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Run folders. Whatever cannot be used is a ValueError with the reason: `load_folders` names the run and goes on
+# Run folders. Whatever cannot be used is an error with the reason: `load_folders` names the run and goes on
 
-CONFIG = dict(scale=str, arch=str, seed=int, max_steps=int)  # what a run must record, and
-CONFIG_TOO = dict(  # what it may
-    name=str, backend=str, data=str, device=str, device_name=str, stop_steps=int, tokens_per_step=int, n_params=int,
+# What a report computes with or prints: its type wherever it stands, in config.json, metrics.jsonl and eval/*.json
+FIELDS = dict(
+    name=str, arch=str, scale=str, backend=str, data=str, device=str, device_name=str, data_fingerprint=str, status=str,
+    why=str, seed=int, max_steps=int, stop_steps=int, tokens_per_step=int, step=int, tokens=int, n_params=int,
     n_layer=int, n_embd=int, n_head=int, block_layers=int, context=int, vocab_size=int, batch_size=int, micro_batch=int,
-    lr=float, mlp_ratio=float)
-RECORDS = {"train": (dict(step=int, loss=float), dict(tokens_per_s=float, peak_memory_bytes=float)),
-           "eval": (dict(step=int, nll=float), dict(tokens=int, bits_per_byte=float, js_mean=float, js=list,
-                                                    js_of_mean=list, data_fingerprint=str)),
-           "end": (dict(status=str), dict(step=int, why=str))}
+    lr=float, mlp_ratio=float, loss=float, nll=float, bits_per_byte=float, js_mean=float, tokens_per_s=float,
+    peak_memory_bytes=float, js=list, js_of_mean=list)
+REQUIRED = {"config": ("scale", "arch", "seed", "max_steps"), "train": ("step", "loss"), "eval": ("step", "nll"),
+            "end": ("status",)}
 KINDS = {int: "a whole number of at most 2^63", float: "a finite number", str: "text", list: "a list of numbers"}
+UNUSABLE = (BadInput, ValueError, OSError)
 
 
 def is_a(kind: type, value) -> bool:
@@ -293,53 +292,41 @@ def is_a(kind: type, value) -> bool:
     return abs(value) < 2 ** 63 if kind is int else math.isfinite(value) and abs(value) < 1e300
 
 
-def checked(record: dict, required: dict[str, type], optional: dict[str, type], what: str) -> dict:
-    """`record`, where it holds what is required and nothing of a wrong type. Raises ValueError."""
-    lacking = [key for key in required if record.get(key) in (None, "")]
+def checked(record: dict, kind: str, what: str) -> dict:
+    """`record`, where it holds what its kind must and nothing of a wrong type. Raises ValueError."""
+    lacking = [key for key in REQUIRED.get(kind, ()) if record.get(key) in (None, "")]
     if lacking:
         raise ValueError(f"{what} lacks {', '.join(lacking)}")
-    for key, kind in (required | optional).items():
-        if record.get(key) is not None and not is_a(kind, record[key]):
-            raise ValueError(f"{what}: {key} is {as_text(record[key])}, not {KINDS[kind]}")
-    return record
-
-
-def checked_evaluation(record: dict, what: str) -> dict:
-    required, optional = RECORDS["eval"]
-    checked(record, required, optional, what)
-    if not 0 <= record["nll"] < 700:  # e^700 overflows
+    for key, value in record.items():
+        if key in FIELDS and value is not None and not is_a(FIELDS[key], value):
+            raise ValueError(f"{what}: {key} is {as_text(value)}, not {KINDS[FIELDS[key]]}")
+    if kind == "eval" and not 0 <= record["nll"] < 700:  # e^700 overflows
         raise ValueError(f"{what}: the NLL at step {record['step']} is {record['nll']}")
     return record
 
 
 def read_metrics(path: Path, samples: int | None = 64) -> list[dict]:
-    """The records of a metrics.jsonl: every one but the train ones, and about `samples` of those (the paper's length
-    makes 10 MB of them; None: all), first and second among them. Raises ValueError at a line that is no such record; a
-    last line without its end is still being written. Each gets its `line`, counted from 1."""
+    """The records of a metrics.jsonl, each with its `line`, counted from 1: of the train ones, 61,036 at the paper's
+    length, only about `samples` (None: all), first, second and last among them. Raises ValueError at a line that is no
+    such record; a last line without its end is still being written."""
     data, records = path.read_bytes(), []
     text = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(text == ord("\n"))
     starts = np.concatenate([[0], ends[:-1] + 1])[:len(ends)]
-    stride = 1 if samples is None else max(1, len(ends) // samples)
     torn = np.flatnonzero((text[starts] != ord("{")) | (text[ends - 1] != ord("}")))  # read for their error
     others = np.searchsorted(ends, [m.start() for m in re.finditer(rb'"(?:eval|end)"', data)])
-    wanted = {0, 1, *range(0, len(ends), stride), *range(len(ends))[-3:], *others.tolist(), *torn.tolist()}
-    for i in sorted(wanted):
-        if i >= len(ends):
-            break
+    sampled = range(0, len(ends), max(1, len(ends) // samples) if samples else 1)
+    wanted = {0, 1, *sampled, *range(len(ends))[-3:], *others.tolist(), *torn.tolist()}
+    for i in sorted(wanted & set(range(len(ends)))):
         what = f"line {i + 1} of {path.name}"
         try:
             record = json.loads(data[starts[i]:ends[i]])
-            kind = record["kind"]
-            if not isinstance(kind, str):
-                raise ValueError
+            known = isinstance(record["kind"], str)
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError(f"corrupt: {what} is not a record") from None
-        if kind == "eval":
-            checked_evaluation(record, what)
-        elif kind in ("train", "end"):
-            checked(record, *RECORDS[kind], what)
-        records.append({**record, "line": i + 1})
+            known = False
+        if not known:
+            raise ValueError(f"corrupt: {what} is not a record")
+        records.append({**checked(record, record["kind"], what), "line": i + 1})
     return records
 
 
@@ -364,11 +351,11 @@ def read_evaluations(folder: Path, name: str, split: str) -> tuple[dict[int, dic
             if not step:
                 raise ValueError(f"its name is not {split}-<step>.json")
             record = read_json(path)
-            for key, want in (("run", name), ("split", split), ("step", int(step[1]))):
+            for key, want in dict(run=name, split=split, step=int(step[1])).items():
                 if record.get(key) != want:
                     raise ValueError(f"it says {key} {as_text(record.get(key))}, not {as_text(want)}")
-            found[record["step"]] = checked_evaluation(record, "it")
-        except (BadInput, ValueError, OSError, RecursionError) as e:
+            found[record["step"]] = checked(record, "eval", "it")
+        except UNUSABLE as e:
             wrong.append(f"eval/{path.name} left out: {plain_reason(e, folder)}")
     return found, wrong
 
@@ -379,10 +366,10 @@ class Run:
 
     def __init__(self, path: Path, name: str, split: str):
         self.path, self.name = path, name
-        self.config = {"name": name, **checked(read_json(path / "config.json"), CONFIG, CONFIG_TOO, "config.json")}
-        self.arch, self.scale, self.seed = (self.config[k] for k in ("arch", "scale", "seed"))
-        self.max_steps, self.tokens_per_step = self.config["max_steps"], self.config.get("tokens_per_step")
-        self.end = self.config.get("stop_steps") or self.max_steps  # where the run was to stop
+        self.config = c = {"name": name, **checked(read_json(path / "config.json"), "config", "config.json")}
+        self.arch, self.scale, self.seed, self.max_steps = c["arch"], c["scale"], c["seed"], c["max_steps"]
+        self.tokens_per_step = c.get("tokens_per_step")
+        self.end = c.get("stop_steps") or self.max_steps  # where the run was to stop
         records = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
         last = records[-1] if records else {}
         self.last = max((r.get("step", 0) for r in records), default=0)
@@ -391,22 +378,7 @@ class Run:
             why = f" ({last['why']})" if last.get("why") else ""
             raise ValueError(f"diverged at step {self.last}{why}")
         self.val = {r["step"]: r for r in records if r["kind"] == "eval"}
-        stored, self.remarks = read_evaluations(path, self.config["name"], split)
-        for step, logged in self.val.items() if split == "val" else ():
-            again = stored.get(step, logged)
-            if again["nll"] != logged["nll"] and again.get("backend") in (None, self.config.get("backend")):
-                self.remarks.append(f"eval/val-{step:06d}.json left out: it says NLL {again['nll']}, the log "
-                                    f"{logged['nll']}")
-        self.evals = {**stored, **self.val} if split == "val" else stored  # step -> evaluation on the split
-        for step, record in self.evals.items():
-            data = self.config.get("data_fingerprint")
-            if record.get("data_fingerprint", data) != data:
-                raise ValueError(f"evaluated at step {step} on other data ({record['data_fingerprint']}) than it was "
-                                 "trained on")
-        if not self.evals and split == "val":
-            raise ValueError(f"no evaluation yet, at step {self.last}")
-        if not self.evals:
-            raise ValueError(f"no {split} evaluation: python eval.py {path} --split={split}")
+        self.evals, self.remarks = self.evaluations(split)  # step -> evaluation on the split
         if lost := lost_lines(records):
             self.remarks.append(f"metrics.jsonl lacks {lost:,} of its {self.last:,} steps")
         if self.status != "complete" or self.last < self.end:
@@ -414,6 +386,26 @@ class Run:
         speeds = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
         self.speed = float(np.median(speeds)) if speeds else None
         self.memory = max((r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")), default=None)
+
+    def evaluations(self, split: str) -> tuple[dict[int, dict], list[str]]:
+        """Those of the split that were stored, and of `val` before them those of the log."""
+        found, remarks = read_evaluations(self.path, self.config["name"], split)
+        for step, logged in self.val.items() if split == "val" else ():
+            again = found.get(step, logged)
+            if again["nll"] != logged["nll"] and again.get("backend") in (None, self.config.get("backend")):
+                remarks.append(f"eval/val-{step:06d}.json left out: it says NLL {again['nll']}, the log "
+                               f"{logged['nll']}")
+            found[step] = logged
+        data = self.config.get("data_fingerprint")
+        for step, record in found.items():
+            if record.get("data_fingerprint", data) != data:
+                raise ValueError(f"evaluated at step {step} on other data ({record['data_fingerprint']}) than it was "
+                                 "trained on")
+        if not found and split == "val":
+            raise ValueError(f"no evaluation yet, at step {self.last}")
+        if not found:
+            raise ValueError(f"no {split} evaluation: python eval.py {self.path} --split={split}")
+        return found, remarks
 
     def tokens(self, step: int) -> int | None:
         return step * self.tokens_per_step if self.tokens_per_step else self.evals[step].get("tokens")
@@ -439,30 +431,28 @@ class Problems(list):
 
 
 def plain_reason(e: Exception, folder: Path) -> str:
-    if isinstance(e, RecursionError):
-        return "nested too deep to be read"
     return getattr(e, "strerror", None) or str(e).replace(f"{folder}/", "")
 
 
-def read_plan(path: Path, names: typing.Collection[str], problems: Problems) -> tuple[list[dict], list[str]]:
+def read_plan(path: Path, names: set[str], problems: Problems) -> tuple[list[dict], list[str]]:
     """The plans in a plan.json, and the planned runs that `names` lacks; says which runs nobody planned."""
-    plans = []
     try:
-        entries = read_json(path)["plans"]
-        for i, plan in enumerate(entries):
-            if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list) or not all(
-                    is_a(str, name) for name in plan["runs"]):
+        plans = read_json(path).get("plans")
+        if not isinstance(plans, list):
+            raise ValueError("no list of plans")
+        for i, plan in enumerate(plans):
+            runs = plan.get("runs") if isinstance(plan, dict) else None
+            if not isinstance(runs, list) or not all(is_a(str, name) for name in runs):
                 raise ValueError(f"plan {i + 1} names no runs")
-            plans.append(plan)
-    except (BadInput, ValueError, TypeError, KeyError, RecursionError) as e:
-        reason = "no list of plans" if isinstance(e, (TypeError, KeyError)) else plain_reason(e, path.parent)
-        problems.add("plan.json", f"cannot be read ({reason}): planned and missing runs are not known")
+    except UNUSABLE as e:
+        problems.add("plan.json", f"cannot be read ({plain_reason(e, path.parent)}): planned and missing runs are not "
+                     "known")
         return [], []
     planned = {name for plan in plans for name in plan["runs"]}
-    missing = sorted(planned - set(names))
+    missing = sorted(planned - names)
     for name in missing:
         problems.add(name, "planned, and missing")
-    for name in sorted(set(names) - planned):
+    for name in sorted(names - planned):
         problems.add(name, "not planned: plan.json lacks it")
     return plans, missing
 
@@ -474,56 +464,57 @@ def is_run(folder: Path) -> bool:
         return True
 
 
-def find_folders(arguments: list[str], problems: Problems) -> tuple[dict[Path, str], dict[Path, set[str]]]:
-    """Run folders {path: name} in what the command line names (folders of runs, runs, plan.json, as `runs/*` gives),
-    and {plan.json: names of the runs beside it}. What is no run is said and skipped; BadInput where there is none."""
-    found, homes, plans = {}, {}, {}
+def find_folders(arguments: list[str], problems: Problems) -> tuple[dict[Path, tuple[str, Path]], list[Path]]:
+    """Run folders {path: (name, the plan.json that would be beside it)} in what the command line names (folders of
+    runs, runs, plan.json, as `runs/*` gives), and the plans. What is no run is said and skipped; BadInput where there
+    is none."""
+    found, plans = {}, []
     for path in map(Path, arguments):
         if not path.exists():
             raise BadInput(f"{path}: no such folder; give the folder that train.py writes its runs to")
-        if path.is_file() and path.name == "plan.json":
-            plans[path.resolve()] = set()
-            continue
+        plan, inside = path / "plan.json", []
         try:
-            if not path.is_dir():
+            if path.name == "plan.json" and path.is_file():
+                plan = path
+            elif not path.is_dir():
                 raise ValueError("not a folder")
-            inside = [path] if is_run(path) else [p for p in sorted(path.iterdir()) if p.is_dir() and is_run(p)]
-            inside = [p for p in inside if not p.name.startswith(".") or p is path]
-            if inside != [path] and (path / "plan.json").exists():
-                plans[(path / "plan.json").resolve()] = set()
+            elif is_run(path):
+                inside = [path]
+            else:
+                inside = [p for p in sorted(path.iterdir()) if p.is_dir() and is_run(p) and p.name[0] != "."]
+            if inside != [path] and plan.exists():
+                plans.append(plan.resolve())
             elif not inside:
                 raise ValueError("holds no runs")
         except (OSError, ValueError) as e:
             problems.add(str(path), f"skipped: {plain_reason(e, path)}")
-            continue
         for p in inside:
             name = os.fsencode(p.resolve().name).decode("utf-8", "backslashreplace")
-            found.setdefault(p.resolve(), name if name not in found.values() else str(p))
-            homes.setdefault((p.absolute().parent / "plan.json").resolve(), set()).add(name)
+            taken = any(name == other for other, _ in found.values())
+            found.setdefault(p.resolve(), (str(p) if taken else name, (p.absolute().parent / "plan.json").resolve()))
     if not found and not plans:
         raise BadInput(f"{', '.join(arguments)} holds no runs: a run is a folder with config.json and metrics.jsonl")
-    return found, {path: homes.get(path, set()) for path in plans}
+    return found, list(dict.fromkeys(plans))
 
 
 def load_folders(arguments: list[str], split: str, problems: Problems) -> tuple[list[Run], list[str], list[dict]]:
     """The usable runs, the names of those still to come, and the plans. One bad folder is named and left out."""
     found, plan_files = find_folders(arguments, problems)
     runs, coming, plans = [], [], []
-    for path, names in plan_files.items():
-        entries, missing = read_plan(path, names, problems)
+    for path in plan_files:
+        entries, missing = read_plan(path, {Path(name).name for name, plan in found.values() if plan == path}, problems)
         plans += entries
         coming += missing
-    for path, name in sorted(found.items(), key=lambda item: item[1]):
+    for path, (name, _) in sorted(found.items(), key=lambda item: item[1]):
         try:
-            run = Run(path, name, split)
-        except (BadInput, ValueError, OSError, RecursionError) as e:
+            runs.append(Run(path, name, split))
+        except UNUSABLE as e:
             reason = plain_reason(e, path)
             problems.add(name, f"left out: {reason}")
             if reason.startswith("no "):  # no evaluation: not yet, or not on this split
                 coming.append(name)
             continue
-        runs.append(run)
-        for remark in run.remarks:
+        for remark in runs[-1].remarks:
             problems.add(name, remark)
     return runs, coming, plans
 
@@ -540,6 +531,7 @@ SAME_AS_BLOCK = {
     "average": "Average is degenerate: its two queries start equal, get equal gradients and stay equal, so it is "
                "block up to rounding and clipping, a noise floor; q_kv, k_qv, q_k_v test parameters and two routes.",
     "tied": "Tied computes block's function with block's parameters: a noise floor."}
+UNSHARED = "no step at which both were evaluated"
 
 
 class Pair(typing.NamedTuple):
@@ -566,38 +558,36 @@ def analyse(folders: list[str], control: str = "block", split: str = "val", allo
     runs, coming, plans = load_folders(folders, split, problems)
     check_choices(runs, control, allow, primary)
     speeds = read_speeds(speed, control)
-    runs = without_copies(runs, problems)
-    groups, choices = choose_settings(group_runs(runs, allow), allow, split, problems)
+    groups, choices = choose_settings(group_runs(without_copies(runs, problems), allow), allow, split, problems)
     used = set()
     for group in groups:
         if group[0].arch == control:
             continue
-        pairs = find_pairs(group, groups, control, allow, strict, problems)
-        variants = split_variants(pairs, [r for g in groups for r in g])
-        cells = {label: {step: best_pairs(some, step) for step in sorted({s for p in some for s in p.marks})}
-                 for label, some in variants.items()}
-        for label, by_step in cells.items():
+        variants = split_variants(find_pairs(group, groups, control, allow, strict, problems), groups)
+        cells = []  # of each variant {step: {seed: pair}}
+        for label, pairs in variants.items():
+            by_step = {step: best_pairs(pairs, step) for step in sorted({s for p in pairs for s in p.marks})}
+            cells.append(by_step)
             used |= {r.name for best in by_step.values() for p in best.values() for r in p[:2]}
-            end = max(by_step)
-            rows = [compare(list(best.values()), step, split, step == end, label) for step, best in by_step.items()]
-            out["milestones"] += rows
-            trends = [trend(by_step, a, b, label) for a, b in spans(list(by_step))]
-            out["trends"] += [t for t in trends if t]
-            row = rows[-1]
-            row["trend"] = trends[-1] if trends else None
-            row["waiting"], row["missing"] = not_there(row, variants[label], coming, problems)
+            rows = [compare(list(best.values()), step, split, step == max(by_step), label)
+                    for step, best in by_step.items()]
+            row, trends = rows[-1], trends_of(by_step, label)
+            row["trend"] = trends[-1]
+            row["waiting"], row["missing"] = not_there(row, pairs, coming, problems)
             row["interim"] = bool(row["waiting"])
             row["equal_time"] = equal_time(row, speeds)
-            mine = [(control, row["scale"]), (row["treatment"], row["scale"])]
-            row["notes"] = [text for arm, scale, text in choices if (arm, scale) in mine]
+            row["notes"] = [text for arm, scale, text in choices
+                            if scale == row["scale"] and arm in (control, row["treatment"])]
             row["notes"] += [SAME_AS_BLOCK[arm] for arm in (row["treatment"], control) if arm in SAME_AS_BLOCK]
+            out["milestones"] += rows
+            out["trends"] += [t for t in trends if t]
             out["comparisons"].append(row)
-        labels = list(cells)
-        crossings = [interaction(cells[labels[0]], cells[label], labels[0], label) for label in labels[1:]]
+        labels = list(variants)
+        crossings = [interaction(cells[0], cell, labels[0], label) for cell, label in zip(cells[1:], labels[1:])]
         out["crossed"] += [row for row in crossings if row]
     name_unused(groups, used, problems)
-    out["floor"] = reruns(groups, split) + [c for c in out["comparisons"] if {c["control"], c["treatment"]} <= {
-        "block", *SAME_AS_BLOCK}]
+    out["floor"] = reruns(groups, split) + [
+        c for c in out["comparisons"] if {c["control"], c["treatment"]} <= {"block", *SAME_AS_BLOCK}]
     judge(out["comparisons"], plans, primary)
     test_equivalence(out["comparisons"], plans, margin)
     for c in out["comparisons"]:
@@ -648,12 +638,10 @@ def choose_settings(groups: list[list[Run]], allow: typing.Collection[str], spli
     """With settings allowed to differ: of each group the runs at the value of them that is best on validation, over the
     seeds and at the last step that all values share; and what to say of it: [(arm, scale, sentence)]."""
     keys = [k for k in allow if k not in MARKED and k != "probe"]
-    if not keys:
-        return groups, []
     what, kept, notes, grids = "/".join(keys), [], [], {}
-    for group in groups:
+    for group in groups if keys else ():
         values: dict[str, list[Run]] = {}
-        for r in group:
+        for r in sorted(group, key=lambda r: [numeric(r.config.get(k)) for k in keys]):
             values.setdefault("/".join(as_text(r.config.get(k)) for k in keys), []).append(r)
         arm, scale = group[0].arch, group[0].scale
         grids.setdefault(scale, {})[arm] = len(values)
@@ -666,47 +654,41 @@ def choose_settings(groups: list[list[Run]], allow: typing.Collection[str], spli
         score = {v: float(np.mean([r.val[at]["nll"] for r in rs if r.seed in seeds and at in r.val]))
                  for v, rs in values.items()}
         best = min(values, key=lambda v: (score[v], v))
-        kept.append(values[best])
-        ranking = ", ".join(f"{v} (NLL {score[v]:.5f})" for v in sorted(values, key=numeric))
+        kept.append([r for r in group if r in values[best]])
+        ranking = ", ".join(f"{v} (NLL {score[v]:.5f})" for v in values)
+        edge = best in (list(values)[0], list(values)[-1])
         text = f"{arm}: {what} = {best}, chosen on val as the best of {ranking}, over seeds {listed(seeds)}"
-        if best in (min(values, key=numeric), max(values, key=numeric)):
-            text += "; it lies at the edge of what was tried, so a better one may lie beyond"
-        notes.append((arm, scale, text + "."))
+        notes.append((arm, scale, text + ("; it lies at the edge of what was tried, so a better one may lie beyond."
+                                          if edge else ".")))
         for r in group:
             if r not in values[best]:
                 problems.add(r.name, f"left out: {what} = {best} is better on validation")
     for scale, tried in grids.items():
-        for arm, n in tried.items():
-            if n == 1 and max(tried.values()) > 1:
-                notes.append((arm, scale, f"Only one {what} was tried for {arm}, and several for another arm: what is "
-                                          f"compared is also how well each was tuned."))
-        if split == "val" and max(tried.values()) > 1:
-            text = (f"{what} was chosen and is compared on the same split, which flatters the arm with more tries: "
-                    "compare with --split=test.")
-            notes += [(arm, scale, text) for arm, n in tried.items() if n > 1]
-    return kept, notes
+        several = [arm for arm, n in tried.items() if n > 1]
+        for arm in sorted(tried.keys() - several) if several else ():
+            notes.append((arm, scale, f"Only one {what} was tried for {arm}, and several for another arm: what is "
+                                      "compared is also how well each was tuned."))
+        for arm in several if split == "val" else ():
+            notes.append((arm, scale, f"{what} was chosen and is compared on the same split, which flatters the arm "
+                                      "with more tries: compare with --split=test."))
+    return kept if keys else groups, notes
 
 
-def numeric(text: str) -> tuple:
+def numeric(value) -> tuple:
     """Sorts numbers by size and other values after them."""
-    try:
-        return 0, float(text), text
-    except ValueError:
-        return 1, 0.0, text
+    return (0, value, "") if is_a(float, value) else (1, 0, as_text(value))
 
 
 def shared_steps(c: Run, t: Run, allow: typing.Collection[str], strict: bool) -> tuple[dict[int, list[str]], list[str]]:
     """{step: marks} at which `c` and `t` may be compared, and what stands against them where there is none."""
     why = pair_check(c.config, t.config, allow)[0]
-    if why:
-        return {}, why
-    steps, why = {}, ["no step at which both were evaluated"]
-    for step in sorted(c.evals.keys() & t.evals.keys()):
+    steps, shared = {}, () if why else sorted(c.evals.keys() & t.evals.keys())
+    for step in shared:
         both = []
         for r in (c, t):
-            found = {f"evaluation_{k}": r.evals[step][k] for k in (
+            measured = {f"evaluation_{k}": r.evals[step][k] for k in (
                 "eval_tokens", "windows", "backend", "data_fingerprint") if k in r.evals[step]}
-            both.append(found | r.config)
+            both.append(measured | r.config)
         refused, marked = pair_check(*both, allow)
         if strict:
             refused += [m for m in marked if not m.endswith("(allowed)")]
@@ -714,51 +696,49 @@ def shared_steps(c: Run, t: Run, allow: typing.Collection[str], strict: bool) ->
             why = refused
         else:
             steps[step] = marked
-    return steps, why
+    return steps, why or [UNSHARED]
 
 
 def find_pairs(group: list[Run], groups: list[list[Run]], control: str, allow: typing.Collection[str], strict: bool,
                problems: Problems) -> list[Pair]:
     """Every pair of a run of the group with a run of the control, also those that share no evaluation yet."""
-    pairs = []
+    pairs, controls = [], [c for g in groups for c in g if c.arch == control]
     for t in group:
-        tried = []
-        for c in (c for g in groups for c in g):
-            if (c.arch, c.scale, c.seed) == (control, t.scale, t.seed):
-                steps, why = shared_steps(c, t, allow, strict)
-                tried.append((len(why), c.name, why, Pair(c, t, steps)))
-        good = [pair for *_, pair in tried if pair.marks]
-        pairs += good or [pair for *_, why, pair in tried if why == ["no step at which both were evaluated"]]
-        if not tried:
+        good, apart, refused = [], [], []
+        for c in (c for c in controls if (c.scale, c.seed) == (t.scale, t.seed)):
+            steps, why = shared_steps(c, t, allow, strict)
+            (good if steps else apart if why == [UNSHARED] else []).append(Pair(c, t, steps))
+            refused.append((len(why), c.name, why))
+        pairs += good or apart
+        if not refused:
             problems.add(t.name, f"no partner: no usable run of {control} at scale {t.scale}, seed {t.seed}")
         elif not good:
-            _, near, why, _ = min(tried, key=lambda x: x[:2])
+            _, near, why = min(refused)
             problems.add(t.name, f"refused with {near}: {'; '.join(why)}")
     return pairs
 
 
-def split_variants(pairs: list[Pair], runs: list[Run]) -> dict[str, list[Pair]]:
+def split_variants(pairs: list[Pair], groups: list[list[Run]]) -> dict[str, list[Pair]]:
     """{label: pairs}. One comparison, as a rule, whose label holds the settings that tell it from others of its arm;
     where a seed ran in two of the CROSSED settings, a comparison for each of them."""
-    pairs = [p for p in pairs if p.marks] and pairs
-    if not pairs:
+    if not any(p.marks for p in pairs):
         return {}
     arm = pairs[0].treatment
-    siblings = [setting_words(r) for r in runs if (r.scale, r.arch) == (arm.scale, arm.arch)]
-    words = [w for w in setting_words(arm) if not all(w in s for s in siblings)]
-    variant_of = lambda p: tuple(str(p.treatment.config.get(k)) for k in CROSSED)
-    variants = sorted({variant_of(p) for p in pairs if p.marks}, key=lambda v: (v[0] != "reference", v))
-    seeds_twice = {(variant_of(p), p.treatment.seed) for p in pairs}
-    if len(seeds_twice) == len({seed for _, seed in seeds_twice}):
+
+    def words_of(r: Run) -> list[str]:  # `nano-rd-s123-lr0.002-b16` has lr0.002 and b16
+        return r.name.partition(f"-s{r.seed}")[2].split("-")[1:]
+
+    def variant_of(p: Pair) -> tuple[str, ...]:
+        return tuple(str(p.treatment.config.get(k)) for k in CROSSED)
+    siblings = [words_of(r) for g in groups for r in g if (r.scale, r.arch) == (arm.scale, arm.arch)]
+    words = [w for w in words_of(arm) if not all(w in s for s in siblings)]
+    twice = {(variant_of(p), p.treatment.seed) for p in pairs}
+    if len(twice) == len({seed for _, seed in twice}):
         return {" ".join(words): pairs}
+    variants = sorted({variant_of(p) for p in pairs if p.marks}, key=lambda v: (v[0] != "reference", v))
     words = [w for w in words if not w.startswith(CROSSED)]
     labels = {v: [x for i, x in enumerate(v) if any(o[i] != x for o in variants)] + words for v in variants}
     return {" ".join(label): [p for p in pairs if variant_of(p) == v] for v, label in labels.items()}
-
-
-def setting_words(run: Run) -> list[str]:
-    """The settings that a run's name carries: `nano-rd-s123-lr0.002-b16` has lr0.002 and b16."""
-    return run.name.partition(f"-s{run.seed}")[2].split("-")[1:]
 
 
 def best_pairs(pairs: list[Pair], step: int) -> dict[int, Pair]:
@@ -795,12 +775,13 @@ def not_there(row: dict, pairs: list[Pair], coming: list[str], problems: Problem
 def name_unused(groups: list[list[Run]], used: set[str], problems: Problems) -> None:
     named = used | {p["run"] for p in problems.of("left out", "refused", "no partner")}
     for group in groups:
-        for r in group:
-            twin = next((o.name for o in group if o is not r and o.seed == r.seed and o.name in used), None)
-            if r.name in named:
-                continue
-            problems.add(r.name, f"duplicate of {twin}, which the table takes: same arm, seed and settings" if twin else
-                         "no partner: no run of another arm with its scale, seed and settings")
+        for r in (r for r in group if r.name not in named):
+            why = "no partner: no run of another arm with its scale, seed and settings"
+            for o in group:
+                if o.seed == r.seed and o.name in used:
+                    why = f"duplicate of {o.name}, which the table takes: same arm, seed and settings"
+                    break
+            problems.add(r.name, why)
 
 
 def reruns(groups: list[list[Run]], split: str) -> list[dict]:
@@ -836,30 +817,32 @@ def interaction(first: dict, second: dict, first_label: str, second_label: str) 
     return None
 
 
-def spans(steps: list[int]) -> list[tuple[int, int]]:
-    """Milestones between which a trend is tested: neighbours, and last the first with the last."""
-    pairs = list(zip(steps, steps[1:]))
-    return pairs + [(steps[0], steps[-1])] if len(steps) > 2 else pairs
-
-
-def trend(cells: dict[int, dict[int, Pair]], start: int, end: int, label: str) -> dict | None:
-    """Change of the difference from step `start` to `end`, by seed, over the same runs at both."""
-    pairs = [p for seed, p in cells[end].items() if cells[start].get(seed, (None,))[:2] == p[:2]]
-    if not pairs or not start:
-        return None
-    deltas = np.array([[p.treatment.evals[s]["nll"] - p.control.evals[s]["nll"] for p in pairs] for s in (start, end)])
-    c, t, _ = pairs[0]
-    arm, est = f"{t.arch} {label}".rstrip(), paired(deltas[1] - deltas[0])
-    before, after = deltas.mean(axis=1)
-    if not est.sd or est.t_ci[0] <= 0 <= est.t_ci[1]:
-        word = "no trend is shown"
-    elif before * after < 0:
-        word = "it changes sign"
-    else:
-        word = "it narrows" if abs(after) < abs(before) else "it widens"
-    return {"scale": t.scale, "arms": f"{arm} - {c.arch}", "arm": arm, "seeds": [p.control.seed for p in pairs],
+def trends_of(cells: dict[int, dict[int, Pair]], label: str) -> list[dict | None]:
+    """Changes of the difference between neighbouring steps, and last from the first to the last, each by seed over the
+    same runs at both; None where there is none. `cells`: {step: {seed: pair}}."""
+    steps, found = list(cells), []
+    spans = list(zip(steps, steps[1:]))
+    if len(steps) > 2:
+        spans.append((steps[0], steps[-1]))
+    for start, end in spans:
+        pairs = [p for seed, p in cells[end].items() if cells[start].get(seed, (None,))[:2] == p[:2]]
+        if not pairs or not start:
+            found.append(None)
+            continue
+        c, t, _ = pairs[0]
+        first, last = (np.array([p.treatment.evals[s]["nll"] - p.control.evals[s]["nll"] for p in pairs])
+                       for s in (start, end))
+        est, before, after, word = paired(last - first), first.mean(), last.mean(), "no trend is shown"
+        if est.sd and not est.t_ci[0] <= 0 <= est.t_ci[1]:
+            word = "it narrows" if abs(after) < abs(before) else "it widens"
+            if before * after < 0:
+                word = "it changes sign"
+        arm = f"{t.arch} {label}".rstrip()
+        found.append({
+            "scale": t.scale, "arms": f"{arm} - {c.arch}", "arm": arm, "seeds": [p.control.seed for p in pairs],
             "from_step": start, "to_step": end, "from_budget": count(t.tokens(start)), "budget": count(t.tokens(end)),
-            "from_change": spread(deltas[0]), "change": spread(deltas[1]), "verdict": word, **est._asdict()}
+            "from_change": spread(first), "change": spread(last), "verdict": word, **est._asdict()})
+    return found or [None]
 
 
 def spread(values: typing.Iterable[float | None]) -> tuple[float, float | None] | None:
@@ -913,7 +896,7 @@ def compare(pairs: list[Pair], step: int, split: str, last: bool = False, label:
             "control_nll": spread(r["control_nll"] for r in rows),
             "treatment_nll": spread(r["treatment_nll"] for r in rows),
             "matched": paired(alone)._asdict() if alone and len(alone) < len(rows) else None,
-            "confounds": confounds(rows),
+            "confounds": dict(sorted(collections.Counter(name for r in rows for name in r["confounds"]).items())),
             "next_ci": next_interval(est.mean, est.sd, est.n) if tested else None,
             "t_test_p": t_test(est.mean, est.sd, est.n) if tested else None, "holm_p": None, "simultaneous_t_ci": None,
             "sign_flip_p": sign_flip(deltas) if tested else None, "smallest_p": 2.0 ** (1 - est.n),
@@ -927,12 +910,6 @@ def compare(pairs: list[Pair], step: int, split: str, last: bool = False, label:
 def by_layer(records: list[dict], key: str) -> list[tuple[float, float | None]]:
     """(mean, sd) over seeds of each layer's value."""
     return [spread(values) for values in zip(*(r[key] for r in records if r.get(key)))]
-
-
-def confounds(rows: list[dict]) -> dict[str, int]:
-    """{setting: how many pairs differ in it}."""
-    names = [name for r in rows for name in r["confounds"]]
-    return {name: names.count(name) for name in sorted(set(names))}
 
 
 def pair_row(pair: Pair, step: int, split: str, last: bool) -> tuple[dict, np.ndarray | None]:
@@ -960,6 +937,13 @@ def pair_row(pair: Pair, step: int, split: str, last: bool) -> tuple[dict, np.nd
 # What the comparisons support
 
 LEVEL = 0.05
+VERDICTS = {"better": "Better than", "worse": "Worse than", "undecided": "Not decided against",
+            "same function": "The same function as", "no test": "No test against"}
+PRIMARY = {
+    "planned": "plan.json named {} before the first step; it is judged by itself",
+    "interim": "not all its runs are complete; it is judged with the others",
+    "named after the runs": "named after the runs: no plan.json named it, with these runs and this endpoint, before "
+                            "their first step; it is judged with the others"}
 
 
 def judge(comparisons: list[dict], plans: list[dict], primary: str | None) -> None:
@@ -967,51 +951,41 @@ def judge(comparisons: list[dict], plans: list[dict], primary: str | None) -> No
     primary comparison that was planned before its first step is judged by its own interval (with other primary ones of
     its scale, were there several)."""
     families: dict[str, list[dict]] = {}
+    named = {primary, *(p["primary"] for p in plans if is_a(str, p.get("primary")))}
     for c in comparisons:
-        plan = plan_of(c, plans, primary=c["treatment"])
-        if plan and not c["interim"]:
-            c["primary"] = "planned"
-        elif plan or c["treatment"] in (primary, *(p.get("primary") for p in plans)):
-            c["primary"] = "interim" if plan else "named after the runs"
-        else:
-            c["primary"] = None
+        c["primary"], c["family"], c["verdict"] = None, 0, "undecided"
+        if any(plan.get("primary") == c["treatment"] for plan in plans_of(c, plans)):
+            c["primary"] = "interim" if c["interim"] else "planned"
+        elif c["treatment"] in named:
+            c["primary"] = "named after the runs"
         if c["t_test_p"] is not None:
             families.setdefault(c["scale"] if c["primary"] == "planned" else "", []).append(c)
-        c["family"], c["verdict"] = 0, "undecided"
+        else:  # one pair, or differences without spread
+            c["verdict"] = "no test" if any(c["deltas"]) else "same function"
     for family in families.values():
         for c, p in zip(family, holm([c["t_test_p"] for c in family])):
             c["family"], c["holm_p"] = len(family), p
-            c["simultaneous_t_ci"] = t_interval(c["mean"], c["sd"], c["n"], 1 - LEVEL / len(family))
-            low, high = c["simultaneous_t_ci"]
+            c["simultaneous_t_ci"] = low, high = t_interval(c["mean"], c["sd"], c["n"], 1 - LEVEL / len(family))
             if high < 0 or low > 0:
                 c["verdict"] = "better" if high < 0 else "worse"
-    for c in comparisons:
-        if c["t_test_p"] is None:  # one pair, or differences without spread
-            c["verdict"] = "same function" if not any(c["deltas"]) else "no test"
 
 
-def plan_of(c: dict, plans: list[dict], **wanted) -> dict | None:
-    """The plan with these entries (margin=None: any margin) that names every run of a comparison and its last step, and
-    was written before the first of the runs began."""
-    runs = [r for pair in c["runs"] for r in pair[:2]]
+def plans_of(c: dict, plans: list[dict]) -> list[dict]:
+    """The plans that name every run of a comparison, its control and its last step, and were written before the first
+    of the runs began; where either does not say when, that is not shown."""
+    configs, fitting = [r.config for pair in c["runs"] for r in pair[:2]], []
     for plan in plans:
-        if any(plan.get(k) != v if v is not None else plan.get(k) is None for k, v in wanted.items()):
-            continue
         arms, end = plan.get("arms"), plan.get("stop_steps") or plan.get("max_steps")
-        if not isinstance(arms, list) or c["step"] != end or c["control"] != ("block" if "block" in arms else arms[0]):
+        if not isinstance(arms, list) or not arms or c["step"] != end:
             continue
-        if {r.config["name"] for r in runs} <= set(plan["runs"]) and all(before(plan, r.config) for r in runs):
-            return plan
-    return None
-
-
-def before(plan: dict, config: dict) -> bool:
-    """Whether a plan was written before a run began; False where either does not say when."""
-    try:
-        written, began = (datetime.datetime.fromisoformat(str(x["started"])) for x in (plan, config))
-        return written <= began
-    except (KeyError, ValueError, TypeError):  # TypeError: one with a time zone, one without
-        return False
+        control = "block" if "block" in arms else arms[0]
+        if c["control"] != control or not {f["name"] for f in configs} <= set(plan["runs"]):
+            continue
+        with contextlib.suppress(KeyError, ValueError, TypeError):  # TypeError: one with a time zone, one without
+            written, *began = (datetime.datetime.fromisoformat(str(x["started"])) for x in (plan, *configs))
+            if all(written <= at for at in began):
+                fitting.append(plan)
+    return fitting
 
 
 def test_equivalence(comparisons: list[dict], plans: list[dict], margin: float | None) -> None:
@@ -1019,8 +993,8 @@ def test_equivalence(comparisons: list[dict], plans: list[dict], margin: float |
     5%, each comparison by itself."""
     for c in comparisons:
         c["equivalence"] = None
-        plan = plan_of(c, plans, margin=None)
-        planned = plan["margin"] if plan and is_a(float, plan["margin"]) and plan["margin"] > 0 else None
+        margins = [plan["margin"] for plan in plans_of(c, plans) if is_a(float, plan.get("margin"))]
+        planned = margins[0] if margins and margins[0] > 0 else None
         limit = planned if margin is None else margin
         if limit is None or c["t_test_p"] is None:
             continue
@@ -1032,42 +1006,31 @@ def test_equivalence(comparisons: list[dict], plans: list[dict], margin: float |
 
 def read_speeds(text: str | None, control: str) -> list[dict]:
     """`--speed`: a comma list of ratios to the control's tokens per second, arm=RATIO[:LEAST:MOST], or of files of
-    `train.py --benchmark`; as [{arm, scale (None: any), ratio, least, most, source}]. Raises BadInput."""
+    `train.py --benchmark`, turned to the control where they were taken against another arm; as [{arm, scale (None:
+    any), ratio, least, most, source}]. Raises BadInput."""
     speeds = []
     for item in text.split(",") if text else ():
-        if Path(item).is_file():
-            speeds += speeds_of(read_json(item), item, control)
-            continue
-        arm, _, numbers = item.rpartition("=")
         try:
-            ratio, *rest = map(float, numbers.split(":"))
-            least, most = rest or (ratio, ratio)
-            if not arm or not 0.01 < least <= ratio <= most < 100:
-                raise ValueError
-        except ValueError:
-            raise BadInput(f"--speed={item}: no such file, and not a ratio with its range, as in rd=0.97:0.95:0.99"
-                           ) from None
-        speeds.append(dict(arm=arm, scale=None, ratio=ratio, least=least, most=most, source="given by hand"))
+            if Path(item).is_file():
+                saved = read_json(item)
+                source = f"{item}, {saved.get('device')}, {saved.get('rounds')} rounds"
+            else:
+                arm, _, numbers = item.rpartition("=")
+                ratio, least, most = numbers.split(":") if ":" in numbers else [numbers] * 3
+                saved, source = {"arms": {arm: dict(ratio=ratio, ratio_min=least, ratio_max=most)}}, "given by hand"
+            against = [1.0, 1.0, 1.0]
+            if saved.get("reference", control) != control:
+                against = [saved["arms"][control][k] for k in ("ratio", "ratio_max", "ratio_min")]
+            for arm, at in saved["arms"].items():
+                ratio, least, most = (float(at[k]) / by for k, by in zip(("ratio", "ratio_min", "ratio_max"), against))
+                if not arm or not 0.01 < least <= ratio <= most < 100:
+                    raise ValueError
+                speeds.append(dict(arm=arm, scale=saved.get("scale"), ratio=ratio, least=least, most=most,
+                                   source=source))
+        except (TypeError, KeyError, ValueError, ZeroDivisionError, AttributeError):
+            raise BadInput(f"--speed={item}: neither a ratio to {control} with its range, as in rd=0.97:0.95:0.99, nor "
+                           f"a file of train.py --benchmark with {control} in it") from None
     return speeds
-
-
-def speeds_of(saved: dict, path: str, control: str) -> list[dict]:
-    """The same from what `train.py --benchmark` saved, turned to the control where it was taken against another arm."""
-    arms, found = saved.get("arms"), []
-    try:
-        base, against = arms[control], [1.0, 1.0, 1.0]
-        if saved["reference"] != control:
-            against = [base[k] for k in ("ratio", "ratio_max", "ratio_min")]
-        for arm, at in arms.items():
-            values = [float(at[k]) / by for k, by in zip(("ratio", "ratio_min", "ratio_max"), against)]
-            if not all(0.01 < x < 100 for x in values):
-                raise ValueError
-            found.append(dict(zip(("ratio", "least", "most"), values), arm=arm, scale=saved.get("scale"),
-                              source=f"{path}, {saved.get('device')}, {saved.get('rounds')} rounds"))
-    except (TypeError, KeyError, ValueError, ZeroDivisionError):
-        raise BadInput(f"--speed={path}: not a benchmark of {control} and other arms as train.py --benchmark saves it"
-                       ) from None
-    return found
 
 
 def time_cost(run: Run, step: int, ratio: float) -> float | None:
@@ -1121,17 +1084,16 @@ def verdict_text(c: dict) -> str:
     if c["verdict"] == "no test":
         return (f"{change}, the same in all {n} pairs to the last digit: no spread, no test, no verdict (copied "
                 "folders?).")
+    by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
     if c["family"] > 1:
         level = f"{100 * (1 - LEVEL / c['family']):.4g}"
         by = (f"{level}% t interval {interval_text(c['simultaneous_t_ci'])} (Bonferroni, {c['family']} comparisons; "
               f"Holm p = {c['holm_p']:.2g})")
-    else:
-        by = f"95% t interval {interval_text(c['t_ci'])}, p = {c['t_test_p']:.2g}"
-    says = {"better": f"{arm} is better than {control}", "worse": f"{arm} is worse than {control}",
-            "undecided": f"neither {arm} nor {control} is shown to be better"}[c["verdict"]]
-    if c["interim"]:
-        says = f"so far {says}"
-    return f"{says}: {change}, {by}; lower in {c['wins']} of {n} pairs."
+    says = f"{arm} is {c['verdict']} than {control}"
+    if c["verdict"] == "undecided":
+        says = f"neither {arm} nor {control} is shown to be better"
+    so_far = "so far " if c["interim"] else ""
+    return f"{so_far}{says}: {change}, {by}; lower in {c['wins']} of {n} pairs."
 
 
 def confound_text(c: dict) -> str:
@@ -1154,19 +1116,18 @@ def confound_text(c: dict) -> str:
 
 def conclusion(c: dict) -> list[str]:
     """What the pairs of a comparison support, what they do not and why, in sentences for the report."""
-    run, lrs = c["runs"][0].treatment, sorted({as_text(r.config.get("lr")) for p in c["runs"] for r in p[:2]})
-    lines = [verdict_text(c)]
-    starred = lambda row: " (two backends)" if "backend" in row["confounds"] else ""
-    lines.append("By seed: " + ", ".join(f"{r['seed']} {signed(r['delta'])}{starred(r)}" for r in c["pairs"]) + "; lr "
-                 + " and ".join(lrs) + ".")
-    if text := confound_text(c):
-        lines.append(text)
-    if c["primary"] == "planned":
-        lines.append(f"Primary: plan.json named {c['treatment']} before the first step; it is judged by itself.")
-    elif c["primary"]:
-        why = "not all its runs are complete" if c["primary"] == "interim" else (
-            "named after the runs: no plan.json named it, with these runs and this endpoint, before their first step")
-        lines.append(f"Primary: {why}; it is judged with the others.")
+    lines, waiting = [], c["waiting"]
+    if c["interim"]:
+        names = ", ".join(waiting) if len(waiting) <= 3 else f"{len(waiting)} runs, {waiting[0]} to {waiting[-1]}"
+        lines.append(f"Interim, not a result: waiting for {names}.")
+    lines.append(verdict_text(c))
+    seeds = [f"{r['seed']} {signed(r['delta'])}" + (" (two backends)" if "backend" in r["confounds"] else "")
+             for r in c["pairs"]]
+    lrs = sorted({as_text(r.config.get("lr")) for p in c["runs"] for r in p[:2]})
+    lines.append(f"By seed: {', '.join(seeds)}; lr {' and '.join(lrs)}.")
+    lines.append(confound_text(c))
+    if c["primary"]:
+        lines.append(f"Primary: {PRIMARY[c['primary']].format(c['treatment'])}.")
     if e := c["equivalence"]:
         source = "the plan's margin" if e["planned"] else "a margin chosen after the runs"
         says = "they differ by less than" if e["equivalent"] else "not shown to differ by less than"
@@ -1183,13 +1144,9 @@ def conclusion(c: dict) -> list[str]:
                      f"n = {t['n']}).")
     if c["equal_time"]:
         lines.append(equal_time_text(c))
-    if c["interim"]:
-        few = len(c["waiting"]) <= 3
-        names = ", ".join(c["waiting"]) if few else f"{len(c['waiting'])} runs, {c['waiting'][0]} to {c['waiting'][-1]}"
-        lines.insert(0, f"Interim, not a result: waiting for {names}.")
     if c["missing"]:
         lines.append(f"Missing: {'; '.join(c['missing'])}.")
-    return lines + c["notes"]
+    return [line for line in lines if line] + c["notes"]
 
 
 def equal_time_text(c: dict) -> str:
@@ -1206,78 +1163,102 @@ def equal_time_text(c: dict) -> str:
             f"{e['arm']} with --max_tokens={e['max_tokens']}.")
 
 
-def trust(comparisons: list[dict]) -> list[str]:
+def trust(comparisons: list[dict]) -> str:
     """What holds for every conclusion of a report."""
+    text = "Shown for these scales, this corpus, this length and these learning rates; nothing is said about others."
     ns = sorted({c["n"] for c in comparisons if c["t_test_p"] is not None})
-    if not comparisons:
-        return []
-    lines = ["Shown for these scales, this corpus, this length and these learning rates; nothing is said about others."]
-    if ns:
-        share = [f"{COVERAGE[max(k for k in COVERAGE if k <= n)]}%" for n in (ns[0], ns[-1])]
-        sizes = f"{ns[0]} to {ns[-1]}" if len(ns) > 1 else f"{ns[0]}"
-        cover = " to ".join(dict.fromkeys(share))
-        lines.append(f"Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true "
-                     f"mean in about {cover} of studies, a t interval in about 95%. Other seeds, not other evaluation "
-                     "text, are what an interval speaks of.")
-        if any(c["verdict"] == "undecided" and c["holm_p"] and c["holm_p"] < LEVEL for c in comparisons):
-            lines.append("Verdicts follow the Bonferroni interval, so one with Holm p below 0.05 can stay undecided.")
-        least = 2.0 ** (1 - ns[0])
-        if least > LEVEL:
-            lines.append(f"A sign-flip test of {plural(ns[0], 'pair')} cannot give less than p = {least:g}, whatever "
-                         "the differences.")
-    return lines
+    if not ns:
+        return text
+    cover = dict.fromkeys(f"{COVERAGE[max(k for k in COVERAGE if k <= n)]}%" for n in (ns[0], ns[-1]))
+    sizes = " to ".join(map(str, dict.fromkeys((ns[0], ns[-1]))))
+    text += (f" Trust the t intervals: with {sizes} pairs a nominal 95% percentile bootstrap holds the true mean in "
+             f"about {' to '.join(cover)} of studies, a t interval in about 95%. Other seeds, not other evaluation "
+             "text, are what an interval speaks of.")
+    if any(c["verdict"] == "undecided" and c["holm_p"] and c["holm_p"] < LEVEL for c in comparisons):
+        text += " Verdicts follow the Bonferroni interval, so one with Holm p below 0.05 can stay undecided."
+    least = 2.0 ** (1 - ns[0])
+    if least > LEVEL:
+        text += (f" A sign-flip test of {plural(ns[0], 'pair')} cannot give less than p = {least:g}, whatever the "
+                 "differences.")
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Tables. A new column is a key in the rows (`compare`, `pair_row`) and a Column here
+# Tables. A new column is a key in the rows (`compare`, `pair_row`), its line here, and its place in a table
+
+TEXTS = dict(  # key in the rows: header
+    scale="Scale", arms="Arms", arm="Arm", arch="Arm", treatment_run="Treatment", control_run="Control",
+    budget="Tokens",
+    from_budget="From", seed="Seed", seeds="Seeds", layer="Layer", won="Lower", first="First", second="Second",
+    control_backend="Control backend", treatment_backend="Treatment backend", verdict="Reading", marks="Marked")
+NUMBERS = dict(  # key: (header, format)
+    n=("n", "d"), mean=("Mean Δ", "+.6f"), sd=("sd", ".6f"), interaction=("Interaction", "+.6f"),
+    t_test_p=("t test p", ".2g"), holm_p=("Holm p", ".2g"), sign_flip_p=("Sign-flip p", ".4f"),
+    smallest_p=("Sign-flip p, least possible", ".4f"), pairs_needed=("Seeds to find 0.01", ",d"),
+    seed_se=("Standard error, seeds", ".6f"), slice_se=("Standard error, evaluation text", ".6f"),
+    perplexity=("Perplexity", "+.2%"), delta=("Δ NLL", "+.5f"), delta_se=("± text", ".5f"),
+    control_at=("Control NLL", ".5f"), control_se=("± text", ".4f"), control_ppl=("Control PPL", ".3f"),
+    treatment_at=("Treatment NLL", ".5f"), treatment_se=("± text", ".4f"), treatment_ppl=("Treatment PPL", ".3f"),
+    control_bits_per_byte=("Control bits/byte", ".4f"), treatment_bits_per_byte=("Treatment bits/byte", ".4f"),
+    control_speed=("Control tokens/s", ",.0f"), treatment_speed=("Treatment tokens/s", ",.0f"),
+    control_gb=("Control peak GB", ".3f"), treatment_gb=("Treatment peak GB", ".3f"),
+    speed_ratio=("Change", "+.1%"), memory_ratio=("Change", "+.1%"),
+    n_layer=("Layers", "d"), n_embd=("Width", "d"), n_head=("Heads", "d"), head_dim=("Head dim", "d"),
+    hidden=("MLP hidden", ",d"), block_layers=("Block layers", "d"), context=("Context", ",d"),
+    vocab_size=("Vocabulary", ",d"), n_params=("Parameters", ",d"), extra=("Over control", "+,d"), lr=("Peak lr", "g"),
+    batch_size=("Batch", "d"), micro_batch=("Micro-batch", "d"), max_steps=("Steps", ",d"))
+SPREADS = dict(  # key of a (mean, sd): (header, format)
+    control_nll=("Control NLL", ".4f"), treatment_nll=("Treatment NLL", ".4f"), change=("Δ NLL", "+.4f"),
+    from_change=("Δ from", "+.4f"), js=("JS", ".4f"), js_of_mean=("JS of mean weights", ".4f"),
+    first_change=("Δ NLL, first", "+.6f"), second_change=("Δ NLL, second", "+.6f"),
+    control_shift=("Control, second - first", "+.6f"), treatment_shift=("Treatment, second - first", "+.6f"))
+INTERVALS = dict(t_ci="95% t", bootstrap_ci="95% bootstrap", simultaneous_t_ci="Bonferroni t", next_ci="Next seed, 95%")
 
 
 class Column(typing.NamedTuple):
-    """A column: the key in its rows, its header, the format of a number ("" for text), and what a tuple is: an
-    interval, or a spread (mean, sd)."""
+    """A column: the key in its rows, its header, the format of a number ("" for text), and what stands behind the
+    header in CSV, one column for each."""
     key: str
     header: str
     spec: str = ""
-    kind: typing.Literal["value", "interval", "spread"] = "value"
+    ends: tuple[str, ...] = ("",)
 
     def show(self, row: dict) -> str:
-        value = row.get(self.key)
+        value, spec = row.get(self.key), self.spec
         if value is None:
             return "-"
-        if self.kind == "value":
-            return format(value, self.spec) if self.spec else " ".join(str(value).split())
-        if self.kind == "interval":
-            return f"[{value[0]:{self.spec}}, {value[1]:{self.spec}}]"
-        mean, sd = value
-        return f"{mean:{self.spec}}" if sd is None else f"{mean:{self.spec}} ± {sd:{self.spec.lstrip('+')}}"
+        if self.key in INTERVALS:
+            return f"[{value[0]:{spec}}, {value[1]:{spec}}]"
+        if self.key in SPREADS:
+            mean, sd = value
+            return f"{mean:{spec}}" if sd is None else f"{mean:{spec}} ± {sd:{spec.lstrip('+')}}"
+        return format(value, spec) if spec else " ".join(str(value).split())
+
+
+COLUMNS = {key: Column(key, header) for key, header in TEXTS.items()}
+COLUMNS |= {key: Column(key, *line) for key, line in NUMBERS.items()}
+COLUMNS |= {key: Column(key, *line, ends=("", " sd")) for key, line in SPREADS.items()}
+COLUMNS |= {key: Column(key, header, ".6f", (" low", " high")) for key, header in INTERVALS.items()}
 
 
 class Table(typing.NamedTuple):
     name: str
     title: str
     rows: list[dict]
-    columns: list[Column]
+    keys: tuple[str, ...]
     note: str = ""
+    headers: dict[str, str] = {}  # other ones than COLUMNS has; the header of a number that COLUMNS lacks
 
-
-SCALE, ARMS, TOKENS = Column("scale", "Scale"), Column("arms", "Arms"), Column("budget", "Tokens")
-SEED, N, WON = Column("seed", "Seed"), Column("n", "n", "d"), Column("won", "Lower")
-CONTROL_NLL = Column("control_nll", "Control NLL", ".4f", "spread")
-TREATMENT_NLL = Column("treatment_nll", "Treatment NLL", ".4f", "spread")
-CHANGE = Column("change", "Δ NLL", "+.4f", "spread")
-MEAN, SD = Column("mean", "Mean Δ", "+.6f"), Column("sd", "sd", ".6f")
-T_CI = Column("t_ci", "95% t", ".6f", "interval")
-BOOTSTRAP_CI = Column("bootstrap_ci", "95% bootstrap", ".6f", "interval")
-PERPLEXITY = Column("perplexity", "Perplexity", "+.2%")
-MARKS = Column("marks", "Marked")
+    def columns(self) -> list[Column]:
+        columns = [COLUMNS.get(key) or Column(key, "", ".4f") for key in self.keys]
+        return [c._replace(header=self.headers.get(c.key, c.header)) for c in columns]
 
 
 def screen_table(out: dict) -> Table:
     """The one table that is printed under the conclusions."""
-    return Table("estimates", "Estimates", with_paper(out), [
-        SCALE, ARMS, TOKENS, N, Column("mean", "Difference", "+.6f"), SD, T_CI,
-        Column("bootstrap_ci", "95% bootstrap", ".6f", "interval"), Column("sign_flip_p", "Sign-flip p", ".4f"),
-        Column("holm_p", "Holm p", ".2g"), PERPLEXITY])
+    return Table("estimates", "Estimates", with_paper(out), (
+        "scale", "arms", "budget", "n", "mean", "sd", "t_ci", "bootstrap_ci", "sign_flip_p", "holm_p", "perplexity"),
+        headers={"mean": "Difference"})
 
 
 def with_paper(out: dict) -> list[dict]:
@@ -1294,146 +1275,115 @@ def with_paper(out: dict) -> list[dict]:
 def tables(out: dict) -> list[Table]:
     """Every table that has rows."""
     rows = with_paper(out)
-    pairs = [{**c, **p, "perplexity": -p["ppl_reduction"]} for c in out["comparisons"] for p in c["pairs"]]
+    pairs = [{**c, **p, "control_at": p["control_nll"], "treatment_at": p["treatment_nll"],
+              "perplexity": -p["ppl_reduction"]} for c in out["comparisons"] for p in c["pairs"]]
+    floor = [{**c, **p, "control_run": p["control"], "treatment_run": p["treatment"]}
+             for c in out["floor"] for p in c["pairs"]]
+    what = ("scale", "arms", "budget")
     made = [
-        Table("table1_summary", "Summary (Table 1)", rows, [
-            SCALE, ARMS, TOKENS, CONTROL_NLL, TREATMENT_NLL, CHANGE, PERPLEXITY, WON],
+        Table("table1_summary", "Summary (Table 1)", rows, (
+            *what, "control_nll", "treatment_nll", "change", "perplexity", "won"),
             "Mean ± sample sd over seeds. Δ is treatment - control, by seed; the change of perplexity is the mean of "
             "those within seeds."),
-        Table("estimates", "Estimates", rows, [
-            SCALE, ARMS, TOKENS, N, MEAN, SD, T_CI, BOOTSTRAP_CI,
-            Column("simultaneous_t_ci", "Bonferroni t", ".6f", "interval"),
-            Column("next_ci", "Next seed, 95%", ".6f", "interval"), Column("t_test_p", "t test p", ".2g"),
-            Column("holm_p", "Holm p", ".2g"), Column("sign_flip_p", "Sign-flip p", ".4f"),
-            Column("smallest_p", "Sign-flip p, least possible", ".4f"),
-            Column("pairs_needed", "Seeds to find 0.01", ",d"), Column("seed_se", "Standard error, seeds", ".6f"),
-            Column("slice_se", "Standard error, evaluation text", ".6f")],
+        Table("estimates", "Estimates", rows, (
+            *what, "n", "mean", "sd", "t_ci", "bootstrap_ci", "simultaneous_t_ci", "next_ci", "t_test_p", "holm_p",
+            "sign_flip_p", "smallest_p", "pairs_needed", "seed_se", "slice_se"),
             "Bonferroni intervals hold together in 95% of studies. Seeds to find 0.01: for a paired t test at 5% with "
             "80% power. Standard errors are of the mean Δ, over seeds and over evaluation windows."),
         controls_table(out),
-        Table("table3_pairs", "Every pair (Table 3)", pairs, [
-            SCALE, ARMS, TOKENS, SEED, Column("control_nll", "Control NLL", ".5f"),
-            Column("control_se", "± text", ".4f"), Column("treatment_nll", "Treatment NLL", ".5f"),
-            Column("treatment_se", "± text", ".4f"), Column("delta", "Δ NLL", "+.5f"),
-            Column("delta_se", "± text", ".5f"),
-            Column("control_ppl", "Control PPL", ".3f"), Column("treatment_ppl", "Treatment PPL", ".3f"), PERPLEXITY,
-            Column("control_bits_per_byte", "Control bits/byte", ".4f"),
-            Column("treatment_bits_per_byte", "Treatment bits/byte", ".4f"), MARKS],
+        Table("table3_pairs", "Every pair (Table 3)", pairs, (
+            *what, "seed", "control_at", "control_se", "treatment_at", "treatment_se", "delta", "delta_se",
+            "control_ppl", "treatment_ppl", "perplexity", "control_bits_per_byte", "treatment_bits_per_byte", "marks"),
             "± text: standard error over evaluation windows, of Δ over their differences (neighbours share documents: "
             "a floor)."),
-        Table("milestones", "Milestones", out["milestones"], [
-            SCALE, ARMS, TOKENS, N, CONTROL_NLL, TREATMENT_NLL, CHANGE, T_CI, WON]),
-        Table("trends", "Change of Δ between milestones (Figure 3)", out["trends"], [
-            SCALE, ARMS, Column("from_budget", "From"), Column("budget", "To"), N,
-            Column("from_change", "Δ from", "+.4f", "spread"), Column("change", "Δ to", "+.4f", "spread"),
-            Column("mean", "Change", "+.6f"), SD, T_CI, Column("verdict", "Reading")],
+        Table("milestones", "Milestones", out["milestones"], (
+            *what, "n", "control_nll", "treatment_nll", "change", "t_ci", "won")),
+        Table("trends", "Change of Δ between milestones (Figure 3)", out["trends"], (
+            "scale", "arms", "from_budget", "budget", "n", "from_change", "change", "mean", "sd", "t_ci", "verdict"),
             "By seed, with a 95% t interval, each by itself. At all but the last milestone the learning rate has "
-            "not decayed."),
+            "not decayed.", {"budget": "To", "change": "Δ to", "mean": "Change"}),
         js_table(out),
-        Table("crossed", "Arm by backend", out["crossed"], [
-            SCALE, ARMS, TOKENS, N, Column("first", "First"), Column("second", "Second"),
-            Column("first_change", "Δ NLL, first", "+.6f", "spread"),
-            Column("second_change", "Δ NLL, second", "+.6f", "spread"),
-            Column("control_shift", "Control, second - first", "+.6f", "spread"),
-            Column("treatment_shift", "Treatment, second - first", "+.6f", "spread"),
-            Column("interaction", "Interaction", "+.6f"), SD, T_CI],
+        Table("crossed", "Arm by backend", out["crossed"], (
+            *what, "n", "first", "second", "first_change", "second_change", "control_shift", "treatment_shift",
+            "interaction", "sd", "t_ci"),
             "Δ between the arms under the first and the second backend, each arm's own change from first to second, "
             "and last the interaction, Δ under the second - Δ under the first, by seed: what the backend does to the "
             "comparison."),
-        Table("noise_floor", "Noise floor: A/A comparisons", [{**c, **p} for c in out["floor"] for p in c["pairs"]], [
-            Column("treatment", "Treatment"), Column("control", "Control"), SEED, TOKENS,
-            Column("delta", "Δ NLL", "+.5f"), MARKS],
-            "A difference of this size is noise."),
+        Table("noise_floor", "Noise floor: A/A comparisons", floor, (
+            "treatment_run", "control_run", "seed", "budget", "delta", "marks"), "A difference of this size is noise."),
         configurations_table(out),
-        efficiency_table(pairs)]
+        Table("efficiency", "Efficiency (Appendix E)", pairs, (
+            "scale", "arms", "seed", "control_backend", "treatment_backend", "control_speed", "treatment_speed",
+            "speed_ratio", "control_gb", "treatment_gb", "memory_ratio"),
+            "Changes on one backend and device only; speeds of a shared machine are no comparison (train.py "
+            "--benchmark is). The paper, reference route, seed 123: S 56,158 and 50,505 tokens/s (-10.1%), 16.005 and "
+            "17.647 GB; M 21,616 and 19,697 (-8.9%), 21.015 and 23.132 GB.")]
     return [t for t in made if t.rows]
-
-
-def efficiency_table(pairs: list[dict]) -> Table:
-    return Table("efficiency", "Efficiency (Appendix E)", pairs, [
-        SCALE, ARMS, SEED, Column("control_backend", "Control backend"),
-        Column("treatment_backend", "Treatment backend"), Column("control_speed", "Control tokens/s", ",.0f"),
-        Column("treatment_speed", "Treatment tokens/s", ",.0f"), Column("speed_ratio", "Change", "+.1%"),
-        Column("control_gb", "Control peak GB", ".3f"), Column("treatment_gb", "Treatment peak GB", ".3f"),
-        Column("memory_ratio", "Change", "+.1%")],
-        "Changes on one backend and device only; speeds of a shared machine are no comparison (train.py --benchmark "
-        "is). The paper, reference route, seed 123: S 56,158 and 50,505 tokens/s (-10.1%), 16.005 and 17.647 GB; M "
-        "21,616 and 19,697 (-8.9%), 21.015 and 23.132 GB.")
 
 
 def controls_table(out: dict) -> Table:
     """Table 2: a row for each scale, at the last step that most arms have reached. All its arms share their seeds:
     those that every arm has, or else the seed that most have, and the others a dash."""
-    rows, steps, arms = [], {}, {}
+    rows, steps, headers = [], {}, {"control": out["control"]}
     for c in out["milestones"]:
         steps.setdefault((c["scale"], c["max_steps"]), {}).setdefault(c["step"], []).append(c)
     for (scale, _), by_step in steps.items():
         here = by_step[max(by_step, key=lambda step: (len(by_step[step]), step))]
         if len(here) < 2:
             continue
-        seeds = set.intersection(*(set(c["seeds"]) for c in here))
-        if not seeds:
-            every = [seed for c in here for seed in c["seeds"]]
-            seeds = {max(sorted(set(every)), key=every.count)}
+        every = [seed for c in here for seed in c["seeds"]]
+        most = max(sorted(set(every)), key=every.count)
+        seeds = {seed for seed in every if every.count(seed) == len(here)} or {most}
         row = {"scale": scale, "budget": here[0]["budget"], "seeds": listed(seeds)}
         for c in here:
             own = [p for p in c["pairs"] if p["seed"] in seeds]
             if len(own) == len(seeds):
                 row.setdefault("control", float(np.mean([p["control_nll"] for p in own])))
                 row[f"arm {c['arm']}"] = float(np.mean([p["treatment_nll"] for p in own]))
-                arms[f"arm {c['arm']}"] = c["arm"]
+                headers[f"arm {c['arm']}"] = c["arm"]
         rows.append(row)
-    columns = [SCALE, TOKENS, Column("seeds", "Seeds"), Column("control", out["control"], ".4f")]
-    columns += [Column(key, arm, ".4f") for key, arm in arms.items()]
-    return Table("table2_controls", "Controls (Table 2)", rows, columns,
-                 "NLL over the same seeds in a row. " + SAME_AS_BLOCK["average"])
+    return Table("table2_controls", "Controls (Table 2)", rows, ("scale", "budget", "seeds", *headers),
+                 "NLL over the same seeds in a row. " + SAME_AS_BLOCK["average"], headers)
 
 
 def js_table(out: dict) -> Table:
     rows = []
     for c in out["comparisons"]:
         means = c["js_of_mean"] or [None] * len(c["js"])
-        for layer, (js, of_mean) in enumerate(zip(c["js"], means)):
-            rows.append({**c, "layer": layer, "js": js, "js_of_mean": of_mean})
+        layers = list(zip(range(len(c["js"])), c["js"], means))
         if c["js"]:
-            rows.append({**c, "layer": "1 to last", "js": c["js_mean"], "js_of_mean": None})
-    return Table("js_by_layer", "JS divergence by layer (Figure 4)", rows, [
-        SCALE, Column("arm", "Arm"), Column("layer", "Layer"), Column("js", "JS", ".4f", "spread"),
-        Column("js_of_mean", "JS of mean weights", ".4f", "spread")],
+            layers.append(("1 to last", c["js_mean"], None))
+        rows += [{**c, "layer": layer, "js": js, "js_of_mean": of_mean} for layer, js, of_mean in layers]
+    return Table("js_by_layer", "JS divergence by layer (Figure 4)", rows, (
+        "scale", "arm", "layer", "js", "js_of_mean"),
         "Nats (at most ln 2 = 0.6931), mean ± sd over seeds; layer 0 has one source.")
 
 
 def configurations_table(out: dict) -> Table:
     rows = {}
-    for c in out["comparisons"]:
-        for pair in c["runs"]:
-            control = pair.control.config.get("n_params")
-            for r in pair[:2]:
-                f, width = r.config, r.config.get("n_embd") or 0
-                rows.setdefault((r.scale, r.arch, f.get("lr"), r.max_steps), {
-                    **f, "head_dim": width // f["n_head"] if f.get("n_head") else None,
-                    "hidden": round(width * f["mlp_ratio"]) if f.get("mlp_ratio") else None,
-                    "extra": f["n_params"] - control if control and f.get("n_params", control) != control else None})
-    return Table("table4_configurations", "Configurations (Table 4)", list(rows.values()), [
-        SCALE, Column("arch", "Arm"), Column("n_layer", "Layers", "d"), Column("n_embd", "Width", "d"),
-        Column("n_head", "Heads", "d"), Column("head_dim", "Head dim", "d"), Column("hidden", "MLP hidden", ",d"),
-        Column("block_layers", "Block layers", "d"), Column("context", "Context", ",d"),
-        Column("vocab_size", "Vocabulary", ",d"), Column("n_params", "Parameters", ",d"),
-        Column("extra", "Over control", "+,d"), Column("lr", "Peak lr", "g"), Column("batch_size", "Batch", "d"),
-        Column("micro_batch", "Micro-batch", "d"), Column("max_steps", "Steps", ",d")])
+    for pair in (pair for c in out["comparisons"] for pair in c["runs"]):
+        control = pair.control.config.get("n_params")
+        for r in pair[:2]:
+            f, width = r.config, r.config.get("n_embd") or 0
+            rows.setdefault((r.scale, r.arch, f.get("lr"), r.max_steps), {
+                **f, "head_dim": width // f["n_head"] if f.get("n_head") else None,
+                "hidden": round(width * f["mlp_ratio"]) if f.get("mlp_ratio") else None,
+                "extra": f["n_params"] - control if control and f.get("n_params", control) != control else None})
+    return Table("table4_configurations", "Configurations (Table 4)", list(rows.values()), (
+        "scale", "arch", "n_layer", "n_embd", "n_head", "head_dim", "hidden", "block_layers", "context", "vocab_size",
+        "n_params", "extra", "lr", "batch_size", "micro_batch", "max_steps"))
 
 
 def markdown(t: Table) -> str:
     """A Markdown table whose columns also line up as plain text."""
-    cells = [[c.header for c in t.columns]]
-    cells += [[c.show(row).replace("|", "\\|") for c in t.columns] for row in t.rows]
-    widths = [max(3, *map(len, column)) for column in zip(*cells)]
-    rule = ["-" * (w - 1) + ":" if c.spec else "-" * w for c, w in zip(t.columns, widths)]
     lines = []
-    for line in (cells[0], rule, *cells[1:]):
-        aligned = [x.rjust(w) if c.spec else x.ljust(w) for x, w, c in zip(line, widths, t.columns)]
-        lines.append(f"| {' | '.join(aligned)} |")
-    return "\n".join([f"### {t.title}", "", *lines, ""] + ([t.note, ""] if t.note else []))
+    columns = [[c.header, *(c.show(row).replace("|", "\\|") for row in t.rows)] for c in t.columns()]
+    for c, cells in zip(t.columns(), columns):
+        width = max(3, *map(len, cells))
+        cells.insert(1, "-" * (width - 1) + ":" if c.spec else "-" * width)
+        lines.append([cell.rjust(width) if c.spec else cell.ljust(width) for cell in cells])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in zip(*lines))
+    return f"### {t.title}\n\n{table}\n" + (f"\n{t.note}\n" if t.note else "")
 
 
 def latex(t: Table) -> str:
@@ -1443,23 +1393,24 @@ def latex(t: Table) -> str:
         for sign, tex in (("±", r"\pm"), ("Δ", r"\Delta")):
             text = text.replace(sign, tex if spec else f"${tex}$")
         return f"${text}$" if spec and text != "-" else text
-    lines = [[cell(c.header, "") for c in t.columns]]
-    lines += [[cell(c.show(row), c.spec) for c in t.columns] for row in t.rows]
+    columns = t.columns()
+    lines = [[cell(c.header, "") for c in columns]]
+    lines += [[cell(c.show(row), c.spec) for c in columns] for row in t.rows]
     head, *body = (" & ".join(line) + r" \\" for line in lines)
-    align = "".join("r" if c.spec else "l" for c in t.columns)
+    align = "".join("r" if c.spec else "l" for c in columns)
     return "\n".join([f"% {t.title}. {t.note}", rf"\begin{{tabular}}{{{align}}}", r"\toprule", head, r"\midrule", *body,
                       r"\bottomrule", r"\end{tabular}", ""])
 
 
 def csv_rows(t: Table) -> typing.Iterator[list]:
     """Unrounded; an interval and a spread take two columns."""
-    ends = {"value": ("",), "interval": (" low", " high"), "spread": ("", " sd")}
-    yield [c.header + end for c in t.columns for end in ends[c.kind]]
+    columns = t.columns()
+    yield [c.header + end for c in columns for end in c.ends]
     for row in t.rows:
         line = []
-        for c in t.columns:
+        for c in columns:
             value = row.get(c.key)
-            line += [value] if c.kind == "value" else value or (None, None)
+            line += [value] if len(c.ends) == 1 else value or (None, None)
         yield line
 
 
@@ -1474,22 +1425,21 @@ def report(out: dict, figures: dict[str, str] | None = None) -> str:
         pairs = plural(c["n"], "pair")
         lines.append(f"**{c['scale']}, {c['arms']}** ({pairs}; {size} parameters; tokens: {c['budget']})")
         lines += [wrapped(text) for text in c["evidence"].splitlines()] + [""]
-    lines += [textwrap.fill(" ".join(trust(comparisons)), 158), ""] if comparisons else []
-    if figures is None:
-        lines.append(markdown(screen_table(out))) if comparisons else None
-    else:
+    if comparisons:
+        lines += [textwrap.fill(trust(comparisons), 158), ""]
+    if figures is not None:
         lines += [markdown(t) for t in tables(out)]
         lines += [f"![{caption}]({name}.png)\n" for name, caption in figures.items()]
+    elif comparisons:
+        lines.append(markdown(screen_table(out)))
     if out["problems"]:
         lines += ["### Left out, refused, unfinished, unplanned or missing", ""]
-        reasons: dict[str, list[str]] = {}
-        for p in out["problems"]:
-            reasons.setdefault(p["why"], []).append(p["run"])
-        for why, runs in reasons.items():
-            if len(runs) == 1:
-                lines.append(wrapped(f"{runs[0]}: {why}"))
-            else:
-                lines.append(wrapped(f"{len(runs)} runs, {why}: {', '.join(runs)}"))
+    reasons: dict[str, list[str]] = {}
+    for p in out["problems"]:
+        reasons.setdefault(p["why"], []).append(p["run"])
+    for why, runs in reasons.items():
+        one = len(runs) == 1
+        lines.append(wrapped(f"{runs[0]}: {why}" if one else f"{len(runs)} runs, {why}: {', '.join(runs)}"))
     if figures is None and comparisons:
         lines.append("" if out["problems"] else "Nothing was left out.")
         lines.append("Pairs, milestones, JS by layer, configurations, efficiency and figures: --out=FOLDER.")
@@ -1498,13 +1448,11 @@ def report(out: dict, figures: dict[str, str] | None = None) -> str:
 
 def summary(comparisons: list[dict]) -> list[str]:
     """Which arms got which verdict, a sentence for each verdict."""
-    lines = []
-    words = {"better": "Better than {}", "worse": "Worse than {}", "undecided": "Not decided against {}",
-             "same function": "The same function as {}", "no test": "No test against {}"}
-    for verdict, text in words.items():
+    lines, control = [], comparisons[0]["control"]
+    for verdict, text in VERDICTS.items():
         arms = [f"{c['scale']} {c['arm']}" for c in comparisons if c["verdict"] == verdict]
         if arms:
-            lines.append(f"{text.format(comparisons[0]['control'])}: {', '.join(arms)}.")
+            lines.append(f"{text} {control}: {', '.join(arms)}.")
     return lines
 
 
@@ -1520,8 +1468,7 @@ COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ["-", "--", "-.", ":"]  # with the colours, 28 curves that differ
 ZERO = dict(color="0.6", lw=0.8, ls="--")
 STYLE = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
-         "legend.frameon": False,
-         "figure.constrained_layout.use": True, "legend.handlelength": 2.8}
+         "legend.frameon": False, "figure.constrained_layout.use": True, "legend.handlelength": 2.8}
 
 
 def draw(out: dict, folder: Path) -> dict[str, str]:
@@ -1532,10 +1479,10 @@ def draw(out: dict, folder: Path) -> dict[str, str]:
     from matplotlib import pyplot as plt
     shown, captions = out["comparisons"], {}
     reads = [c for c in shown if c["js"] and c["treatment"] not in SAME_AS_BLOCK]
+    figures = {"figure2_effects": (draw_effects, shown), "figure3_milestones": (draw_milestones, shown),
+               "figure4_js": (draw_js, reads), "training_curves": (draw_curves, shown[:1])}
     with plt.rc_context(STYLE):
-        for name, drawing, of in (
-                ("figure2_effects", draw_effects, shown), ("figure3_milestones", draw_milestones, shown),
-                ("figure4_js", draw_js, reads), ("training_curves", draw_curves, shown[:1])):
+        for name, (drawing, of) in figures.items():
             if not of:
                 continue
             fig, caption = drawing(plt, of, out)
@@ -1543,17 +1490,13 @@ def draw(out: dict, folder: Path) -> dict[str, str]:
                 with atomic_file(folder / f"{name}.{kind}") as f:
                     fig.savefig(f, format=kind, dpi=300, metadata=metadata)
             plt.close(fig)
-            captions[name] = f"{caption} {sample_sizes(of)}"
+            seeds: dict[str, list[str]] = {}
+            for c in of:
+                seeds.setdefault(listed(c["seeds"]), []).append(f"{c['scale']} {c['arm']}")
+            sizes = [f"{', '.join(arms)}: n = {s.count(',') + 1} (seed{'s' if ',' in s else ''} {s})"
+                     for s, arms in seeds.items()]
+            captions[name] = f"{caption} {'; '.join(sizes)}."
     return captions
-
-
-def sample_sizes(of: list[dict]) -> str:
-    """S rd, q_kv: n = 5 (seeds ...); M rd: n = 1 (seed 123)."""
-    arms: dict[str, list[str]] = {}
-    for c in of:
-        word = "seed" if c["n"] == 1 else "seeds"
-        arms.setdefault(f"n = {c['n']} ({word} {listed(c['seeds'])})", []).append(f"{c['scale']} {c['arm']}")
-    return "; ".join(f"{', '.join(names)}: {n}" for n, names in arms.items()) + "."
 
 
 def curve(ax, x: typing.Sequence[float], points: list[tuple[float, float | None]], k: int, label: str, **style) -> None:
@@ -1581,21 +1524,22 @@ def draw_effects(plt, of: list[dict], out: dict):
 
 
 def draw_milestones(plt, of: list[dict], out: dict):
-    """Figure 3: the difference to the control against tokens."""
+    """Figure 3: the difference to the control against tokens, a panel for each scale."""
     scales = list(dict.fromkeys(c["scale"] for c in of))
     most = max(sum(c["scale"] == scale for c in of) for scale in scales)
     columns = min(2, len(scales))
-    fig, axes = plt.subplots(-(-len(scales) // columns), columns, squeeze=False, sharey=True,
-                             figsize=(3.4, (1.5 + 0.11 * most) * -(-len(scales) // columns) + 0.5))
+    rows = math.ceil(len(scales) / columns)
+    fig, axes = plt.subplots(rows, columns, squeeze=False, sharey=True, figsize=(3.4, (1.5 + 0.11 * most) * rows + 0.5))
     for ax in axes.flat[len(scales):]:
         ax.set_visible(False)
     for ax, scale in zip(axes.flat, scales):
+        points = [m for m in out["milestones"] if m["scale"] == scale and m["tokens"]]
         for k, c in enumerate(c for c in of if c["scale"] == scale):
-            path = [m for m in out["milestones"] if (m["scale"], m["arms"]) == (scale, c["arms"]) and m["tokens"]]
+            path = [m for m in points if m["arms"] == c["arms"]]
             curve(ax, [m["tokens"] / 1e6 for m in path], [m["change"] for m in path], k, c["arm"], marker="o", ms=2.5)
         ax.axhline(0, **ZERO)
         ax.set(title=scale, xlabel="tokens (M)", xscale="log")
-        ticks = sorted({m["tokens"] / 1e6 for m in out["milestones"] if m["scale"] == scale and m["tokens"]})
+        ticks = sorted({m["tokens"] / 1e6 for m in points})
         ax.set_xticks(ticks, [f"{t:,.0f}" if t >= 100 else f"{t:.3g}" for t in ticks], minor=False)
         ax.set_xticks([], minor=True)
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2 if columns == 1 else 1, fontsize=6)
@@ -1641,6 +1585,7 @@ def draw_curves(plt, of: list[dict], out: dict):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The command
 
 
 @dataclasses.dataclass

@@ -3230,19 +3230,18 @@ def stats_config(arch, scale="S", seed=123, **changes):
     config = dict(
         name="", arch=arch, scale=scale, seed=seed, tag=None, data="data/fineweb-edu", data_fingerprint="d" * 64,
         tokenizer_sha256="t" * 64, vocab_size=32768, n_layer=shape[0], n_embd=shape[1], n_head=shape[2],
-                  block_layers=4,
-        context=1024, mlp_ratio=5, batch_size=32, tokens_per_step=32768, micro_batch=8, ranks=1, compile=False,
-        dtype="bfloat16", residual_dtype="bfloat16", device="cuda", device_name="NVIDIA RTX 5090", backend="reference",
-        deterministic=False, max_steps=61036, max_tokens=2_000_000_000, stop_steps=None, stop_tokens=None,
-        warmup_steps=1221, warmup_ratio=0.02, milestones=[7630, 15259, 30518, 61036],
-                  lr=3e-4 if scale != "M" else 2e-4,
+        block_layers=4, context=1024, mlp_ratio=5, batch_size=32, tokens_per_step=32768, micro_batch=8, ranks=1,
+        compile=False, dtype="bfloat16", residual_dtype="bfloat16", device="cuda", device_name="NVIDIA RTX 5090",
+        backend="reference", deterministic=False, max_steps=61036, max_tokens=2_000_000_000, stop_steps=None,
+        stop_tokens=None, warmup_steps=1221, warmup_ratio=0.02, milestones=[7630, 15259, 30518, 61036],
+        lr=3e-4 if scale != "M" else 2e-4,
         min_lr_ratio=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8, weight_decay=0.1, grad_clip=1.0, route_lr_mult=1.0,
         init_from=None, freeze=None, init_sha256=f"{scale}{seed}", eval_tokens=10_485_760,
         n_params={"S": 119_791_296, "M": 343_039_424}.get(scale, 2_000_000) + (arch != "block") * shape[0] * shape[1],
-                  n_params_route=0, torch="2.13.0", triton="3.9.0", python="3.12.3",
+        n_params_route=0, torch="2.13.0", triton="3.9.0", python="3.12.3",
         git_commit="c0ffee", git_dirty=False, kernel_sha256=None, command="python train.py",
-                  started="2026-01-01T00:00:00",
-        host="h", probe={a: [8.3, 8.2, 8.1, 1.0, 1.1, 0.9, 8.0 + i] for i, a in enumerate(("block", "rd", "average"))})
+        started="2026-01-01T00:00:00", host="h",
+        probe={a: [8.3, 8.2, 8.1, 1.0, 1.1, 0.9, 8.0 + i] for i, a in enumerate(("block", "rd", "average"))})
     return {**config, **changes}
 
 
@@ -3255,9 +3254,8 @@ def stats_run(runs, config, nlls, status="complete", windows=None, train=8, name
     (folder / "config.json").write_text(json.dumps({**config, "name": name}))
     last = max(nlls)
     lines = [{"kind": "train", "step": s, "tokens": s * config["tokens_per_step"],
-              "loss": 3.5 + 4 * math.exp(-6 * s / last),
-              "lr": 3e-4, "grad_norm": 0.3, "tokens_per_s": 56158.0, "peak_memory_bytes": 16_005_000_000,
-              "seconds": 0.6}
+              "loss": 3.5 + 4 * math.exp(-6 * s / last), "lr": 3e-4, "grad_norm": 0.3, "tokens_per_s": 56158.0,
+              "peak_memory_bytes": 16_005_000_000, "seconds": 0.6}
              for s in sorted({max(1, round(last * i / train)) for i in range(1, train + 1)})]
     layer_js = None
     if js and config["arch"] not in ("block", "plain", "tied"):
@@ -3265,10 +3263,8 @@ def stats_run(runs, config, nlls, status="complete", windows=None, train=8, name
     for step, nll in nlls.items():
         lines.append({"kind": "eval", "step": step, "tokens": step * config["tokens_per_step"], "nll": nll, "ppl": 0,
                       "bits_per_byte": nll / 3 if nll is not None else None, "eval_tokens": config["eval_tokens"],
-                      "split": split,
-                      "js_mean": float(np.mean(layer_js[1:])) if layer_js else None, "js": layer_js,
-                      "js_of_mean": layer_js,
-                      "milestone": True, "seconds": 1.0})
+                      "split": split, "js_mean": float(np.mean(layer_js[1:])) if layer_js else None, "js": layer_js,
+                      "js_of_mean": layer_js, "milestone": True, "seconds": 1.0})
         if windows is not None:
             np.save(folder / "eval" / f"{split}-{step:06d}.npy", windows - windows.mean() + nll)
     lines.sort(key=lambda r: (r["step"], r["kind"] == "eval"))
@@ -3363,15 +3359,18 @@ def test_stats_paired_of_one_none_nan_and_equal_differences():
 def test_stats_pairs_needed_against_power_by_integration():
     def power(n, effect):  # not by the noncentral t: over the chi density of the sample sd, given which it is normal
         limit, df = scipy.stats.t.ppf(0.975, n - 1), n - 1
-        s, weight = np.linspace(1e-9, 12, 400_001) / df ** 0.5 if df < 40 else np.linspace(0.2, 2, 400_001), None
+        s = np.linspace(1e-9, 12, 400_001) / df ** 0.5 if df < 40 else np.linspace(0.2, 2, 400_001)
         weight = scipy.stats.chi.pdf(s * df ** 0.5, df) * df ** 0.5
         shift, normal = effect * n ** 0.5, scipy.stats.norm
-        beyond = normal.sf(limit * s - shift) + normal.cdf(-limit * s - shift)
-        return np.trapezoid(weight * beyond, s)
+        return np.trapezoid(weight * (normal.sf(limit * s - shift) + normal.cdf(-limit * s - shift)), s)
     for sd in (0.0005, 0.003034, 0.011986, 0.05, 0.3):
         n = stats.pairs_needed(sd)
         assert power(n, 0.01 / sd) >= 0.8 and (n == 2 or power(n - 1, 0.01 / sd) < 0.8), sd
     assert stats.pairs_needed(0.0) == 2 and stats.pairs_needed(0.01) == 10  # 10: Cohen's table for d = 1, one sample
+    # where the noncentral t of scipy gives up
+    assert [stats.pairs_needed(sd) for sd in (0.00175, 0.001667, 0.00182)] == [3, 3, 3]
+    many = [stats.pairs_needed(sd) for sd in np.linspace(0.0005, 0.02, 12)]
+    assert many == sorted(many) and many[0] == 2 and many[-1] > 30
 
 
 def test_stats_paper_runs_give_the_papers_tables(tmp_path, capsys):
@@ -3391,8 +3390,8 @@ def test_stats_paper_runs_give_the_papers_tables(tmp_path, capsys):
     code, text, _ = stats_cli(capsys, tmp_path)
     whole = stats.report(stats.analyse([tmp_path]), figures={})
     for cell in ("3.1724 ± 0.0102", "3.1423 ± 0.0076", "-0.0301 ± 0.0030", "2.97%", "2.43%", "5/5", "-0.030116",
-                 "0.003034",
-                 "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "rd - block, the paper", "23.736"):
+                 "0.003034", "[-0.033883, -0.026349]", "[-0.032826, -0.028066]", "0.0625", "rd - block, the paper",
+                 "23.736"):
         assert cell in whole, cell
     assert "about 84% of studies" in text and "Trust the t intervals" in text and "the next seed" in text
     assert len(text.splitlines()) < 60 and "23.736" not in text  # a screen and a half; the pairs go to --out
@@ -3402,23 +3401,21 @@ def test_stats_paper_runs_give_the_papers_tables(tmp_path, capsys):
 # One difference at a time: what it is called, and whether it refuses the pair or only marks it
 STATS_REFUSED = {
     "data_fingerprint": "e" * 64, "tokenizer_sha256": "u" * 64, "vocab_size": 4096, "n_layer": 8, "n_embd": 640,
-                 "n_head": 9,
-    "block_layers": 2, "context": 512, "mlp_ratio": 4, "batch_size": 16, "tokens_per_step": 16384, "max_steps": 30518,
-    "warmup_steps": 10, "warmup_ratio": 0.01, "lr": 6e-4, "min_lr_ratio": 0.0, "beta1": 0.8, "beta2": 0.99,
-                 "adam_eps": 1e-6,
-    "weight_decay": 0.0, "grad_clip": 0.5, "route_lr_mult": 2.0, "init_sha256": "other", "init_from": "runs/x/ckpt.pt",
-    "freeze": "route", "eval_tokens": 1024}
+    "n_head": 9, "block_layers": 2, "context": 512, "mlp_ratio": 4, "batch_size": 16, "tokens_per_step": 16384,
+    "max_steps": 30518, "warmup_steps": 10, "warmup_ratio": 0.01, "lr": 6e-4, "min_lr_ratio": 0.0,
+    "beta1": 0.8, "beta2": 0.99, "adam_eps": 1e-6, "weight_decay": 0.0, "grad_clip": 0.5, "route_lr_mult": 2.0,
+    "init_sha256": "other", "init_from": "runs/x/ckpt.pt",
+    "freeze": "route", "eval_tokens": 1024, "eps": 1e-5, "rope_base": 500, "init_std": 0.1, "a_field_of_tomorrow": 5}
 STATS_MARKED = {
     "backend": "fused", "dtype": "float32", "residual_dtype": "float32", "compile": True, "micro_batch": 4, "ranks": 2,
     "device": "cpu", "device_name": "NVIDIA H200", "torch": "2.12.0", "triton": "3.8.0", "deterministic": True}
 
 
-@pytest.mark.parametrize("key", [*STATS_REFUSED, *STATS_MARKED, "dropout"])
+@pytest.mark.parametrize("key", [*STATS_REFUSED, *STATS_MARKED])
 def test_stats_pair_check_names_one_difference_with_both_values(key):
     a = stats_config("block")
-    b = stats_config("rd", **{key: {**STATS_REFUSED, **STATS_MARKED, "dropout": 0.1}[key]})
-    if key == "dropout":  # a setting that stats.py has never heard of
-        a[key] = 0.0
+    a.setdefault(key, 4)  # a field of the model, or a setting that stats.py has never heard of
+    b = stats_config("rd", **{key: {**STATS_REFUSED, **STATS_MARKED}[key]})
     for x, y in ((a, b), (b, a)):
         refused, marked = stats.pair_check(x, y)
         assert (marked, refused)[key not in STATS_MARKED] and not (refused, marked)[key not in STATS_MARKED]
@@ -3432,8 +3429,8 @@ def test_stats_pair_check_names_one_difference_with_both_values(key):
 def test_stats_pair_check_passes_over_what_is_no_setting():
     a = stats_config("block")
     b = stats_config("rd", name="x", tag="t", stop_steps=15259, stop_tokens=500_000_000, n_params=1, n_params_route=2,
-                     host="i",
-                     max_tokens=None, started="later", command="c", git_dirty=True, python="3.13", milestones=[1])
+                     host="i", max_tokens=None, started="later", command="c", git_dirty=True, python="3.13",
+                     milestones=[1])
     assert stats.pair_check(a, b) == ([], [])
     assert stats.pair_check(a, {**b, "kernel_sha256": "k"}) == ([], [])  # the kernel ran in neither
     fused = [stats_config(arch, backend="fused", kernel_sha256=k) for arch, k in (("block", "k"), ("rd", "l"))]
@@ -3485,7 +3482,7 @@ def test_stats_a_refused_pair_is_listed_with_both_values_and_allow_pairs_it(tmp_
     assert "(allowed)" in out["comparisons"][0]["pairs"][0]["marks"]
 
 
-@pytest.mark.parametrize("key", STATS_MARKED)
+@pytest.mark.parametrize("key", ["backend", "torch"])
 def test_stats_a_marked_pair_stands_but_for_strict(tmp_path, capsys, key):
     stats_run(tmp_path, stats_config("block"), {61036: 3.1})
     stats_run(tmp_path, stats_config("rd", **{key: STATS_MARKED[key]}), {61036: 3.0})
@@ -3501,7 +3498,7 @@ def test_stats_bad_runs_are_named_and_never_counted(tmp_path, capsys):
     seeds = range(1, 13)
     for s in seeds:
         stats_run(tmp_path, stats_config("block", seed=s), {30518: 3.3 + s / 100, 61036: 3.1 + s / 100})
-        if s not in (9,):
+        if s != 9:
             stats_run(tmp_path, stats_config("rd", seed=s), {30518: 3.25 + s / 99, 61036: 3.05 + s / 99}, train=400)
     log = {s: tmp_path / f"S-rd-s{s}" / "metrics.jsonl" for s in seeds}
     text = {s: log[s].read_text() for s in seeds if log[s].exists()}
@@ -3514,8 +3511,7 @@ def test_stats_bad_runs_are_named_and_never_counted(tmp_path, capsys):
     (tmp_path / "S-rd-s7" / "config.json").write_text("{not json")
     log[8].unlink()
     shutil.copytree(tmp_path / "S-rd-s1", tmp_path / "S-rd-s1-again")
-    for f in ("metrics.jsonl",):  # a seed that had no effect
-        shutil.copy(tmp_path / "S-block-s10" / f, tmp_path / "S-block-s11" / f)
+    shutil.copy(tmp_path / "S-block-s10" / "metrics.jsonl", tmp_path / "S-block-s11")  # a seed that had no effect
     log[12].write_text(text[12][:text[12].index('{"kind":"eval"')])
     code, out = stats_json(capsys, tmp_path)
     (c,) = out["comparisons"]
@@ -3525,11 +3521,10 @@ def test_stats_bad_runs_are_named_and_never_counted(tmp_path, capsys):
             "S-rd-s2": "diverged at step 61036 (loss is nan)", "S-rd-s3": "nll is nan, not a finite number",
             "S-rd-s4": "of metrics.jsonl lacks nll", "S-rd-s5": "corrupt: line 41 of metrics.jsonl",
             "S-rd-s6": "unfinished: at step 61036 of 61036", "S-rd-s7": "config.json is not valid JSON",
-                       "S-rd-s8": "no evaluation yet, at step 0",
-            "S-block-s9": "no partner", "S-rd-s1-again": "duplicate of S-rd-s1",
-                       "S-block-s11": "to the last digit, though the seeds are 10 and 11",
+            "S-rd-s8": "no evaluation yet, at step 0", "S-block-s9": "no partner",
+            "S-rd-s1-again": "duplicate of S-rd-s1", "S-block-s11": "to the last digit, though the seeds are 10 and 11",
             "S-rd-s11": "no partner: no usable run of block at scale S, seed 11",
-                       "S-rd-s12": "no evaluation yet"}.items():
+            "S-rd-s12": "no evaluation yet"}.items():
         assert words in why.pop(run), run
     assert set(why) == {f"S-block-s{s}" for s in (2, 3, 4, 5, 7, 8, 12)}
     assert all("no partner" in w for w in why.values())
@@ -3720,19 +3715,8 @@ def test_stats_out_writes_the_same_tables_and_figures_twice(tmp_path, capsys):
         (tmp_path / "a" / "all.tex").write_text(r"\documentclass{article}\usepackage{booktabs}\begin{document}\tiny"
                                                 r"\input{table1_summary}\input{table3_pairs}\end{document}")
         subprocess.run(["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "all"], cwd=tmp_path / "a",
-                       check=True,
-                       stdout=subprocess.DEVNULL)
+                       check=True, stdout=subprocess.DEVNULL)
     assert "n = 2 (seeds 123, 2025)" in (tmp_path / "a" / "report.md").read_text()
-
-
-@pytest.mark.parametrize("sd", [0.00175, 0.001667, 0.00182])
-def test_stats_pairs_needed_where_the_noncentral_t_of_scipy_gives_up(sd):
-    assert stats.pairs_needed(sd) == 3
-
-
-def test_stats_pairs_needed_grows_with_the_sd():
-    many = [stats.pairs_needed(x) for x in np.linspace(0.0005, 0.02, 40)]
-    assert many == sorted(many) and many[0] == 2 and many[-1] > 30
 
 
 @pytest.mark.parametrize("n, effect", [(2, 1.0), (5, 1.5), (10, 1.0), (40, 0.3)])
@@ -3950,7 +3934,7 @@ def test_stats_every_arm_is_drawn(tmp_path):
 def test_stats_skips_what_is_no_run_and_says_so(tmp_path, capsys):
     for arm in ("block", "rd"):
         stats_run(tmp_path, stats_config(arm), {61036: 3.1 - len(arm) / 100})
-    (tmp_path / "plan.json").write_text('{"plans": []}')
+    (tmp_path / "plan.json").write_text('{"plans": [{"runs": [], "arms": [], "max_steps": 61036}]}')
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "empty").mkdir()
     code, out = stats_json(capsys, *sorted(tmp_path.iterdir()))
@@ -3967,17 +3951,10 @@ def test_stats_a_run_whose_data_were_replaced_under_it_is_named(tmp_path, capsys
     assert out["comparisons"] == [] and "on other data" in out["problems"][0]["why"]
 
 
-def test_stats_a_setting_of_the_model_that_differs_refuses_the_pair_by_name():
-    for field in ("mlp_ratio", "eps", "rope_base", "init_std", "a_field_of_tomorrow"):
-        a, b = ({**stats_config(arm), field: value} for arm, value in (("block", 4), ("rd", 5)))
-        assert stats.pair_check(a, b)[0] == [f"{field}: 4 against 5"]
-        assert stats.pair_check(a, b, allow=[field]) == ([], [f"{field}: 4 against 5 (allowed)"])
-
-
 def test_stats_long_logs_are_read_fast(tmp_path):
     folder = stats_run(tmp_path, stats_config("rd"), {30518: 3.3, 61036: 3.1}, train=61036)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(5):
         run = stats.Run(folder, "S-rd-s123", "val")
     assert run.val[61036]["nll"] == 3.1 and run.speed == 56158.0 and run.memory == 16_005_000_000
-    assert (time.perf_counter() - start) / 5 < 0.2  # 200 such runs in well under a minute even on a slow machine
+    assert (time.process_time() - start) / 5 < 0.2  # 200 such runs in well under a minute even on a slow machine
