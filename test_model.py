@@ -335,10 +335,8 @@ def test_prepare_encoder_equals_the_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text(prepare.train_tokenizer(prep_texts(200), 700), encoding="utf-8")
     plain = prepare.load_tokenizer(tmp_path / "t.json")
     expected = [plain.encode(text, add_special_tokens=False).ids for text in texts]
-    usual = prepare.Encoder.MOST, prepare.Encoder.STRETCH
-    for most, stretch in (usual, (3, usual[1]), (usual[0], 20)):  # a memo that is full at once; short stretches
+    for most in (prepare.Encoder.MOST, 3):  # the latter: a memo that is full at once
         monkeypatch.setattr(prepare.Encoder, "MOST", most)
-        monkeypatch.setattr(prepare.Encoder, "STRETCH", stretch)
         encoder = prepare.Encoder(tmp_path / "t.json", 3)
         assert encoder.fast
         for _ in range(2):  # cold and warm
@@ -394,7 +392,7 @@ def test_prepare_other_tokenizers_take_the_slow_road(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("phase", ["tokenizer", "encoding", "joining", "meta", "publishing"])
+@pytest.mark.parametrize("phase", ["tokenizer", "encoding", "joining", "meta"])
 def test_prepare_continues_after_a_kill(prep_corpus, tmp_path, phase):
     """SIGKILL in each phase; the next run keeps the finished parts and ends with the undisturbed run's bytes."""
     source, made, _ = prep_corpus
@@ -416,11 +414,6 @@ def test_prepare_continues_after_a_kill(prep_corpus, tmp_path, phase):
     prepare.make_part = at("encoding", prepare.make_part, 8)
     prepare.Path.unlink = at("joining", prepare.Path.unlink, 11)
     prepare.describe = at("meta", prepare.describe, 1)
-    publish = prepare.publish
-    def publish_and_die(out):
-        os.replace = at("publishing", os.replace, 3)
-        publish(out)
-    prepare.publish = publish_and_die
     prepare.main(sys.argv[1:])
 """)
     flags = [f"--source={source}", f"--out={out}", "--vocab_size=500", "--val_fraction=0.1", "--test_fraction=0.1"]
