@@ -735,16 +735,14 @@ def patiently(what: str, action: typing.Callable):
             if status in (401, 403):
                 raise BadInput(f"{what}: the Hub refuses access ({status}, {why}): HF_TOKEN must be a token that may "
                                f"read https://huggingface.co/datasets/{REPO}") from None
-            if 300 <= status < 500 and status not in (408, 429) or type(e).__name__ in LASTING:
+            lasting = type(e).__name__ in ("TooManyRedirects", "OfflineModeIsEnabled")
+            if lasting or 300 <= status < 500 and status not in (408, 429):
                 raise BadInput(f"{what}: {why} (see --subset and --revision)") from None
             if wait is None:
-                raise Failed(f"{what}: {why}, {len(PATIENCE) + 1} times; whole files are kept, this one begins again: "
-                             "run the same command again") from None
+                raise Failed(f"{what}: {why} ({len(PATIENCE) + 1} attempts; whole files are kept, this one begins "
+                             "again: run the same command again)") from None
             print(f"{what}: {why}; again in {wait} s", file=sys.stderr, flush=True)
             time.sleep(wait)
-
-
-LASTING = ("TooManyRedirects", "OfflineModeIsEnabled")  # errors without a status that no patience mends
 
 
 def hub_files(subset: str, revision: str, limit: int | None) -> tuple[str, list[dict]]:
@@ -832,32 +830,24 @@ def settings_of(flags: Flags) -> dict:
 def find_plan(out: Path, settings: dict, files: list[dict] | None, overwrite: bool) -> dict | None:
     """What is being made (.work/plan.json) or was made (meta.json) in `out`, when it is of these settings and files;
     None when a new build may begin. Raises BadInput when `out` holds anything else."""
-    finished = (out / "meta.json").exists()
-    path, problem = out / ("meta.json" if finished else ".work/plan.json"), None
+    finished, problem = (out / "meta.json").exists(), None
+    path = out / ("meta.json" if finished else ".work/plan.json")
     if finished and overwrite:
         return None
     if path.exists():
         plan = read_json(path)
-        old = plan.get("settings", {})
-        changed = changed_files(plan.get("files", []), files or plan.get("files", []))
-        if old == settings and not changed:
+        then = plan["settings"] | {f["path"]: f for f in plan["files"]}
+        now = settings | {f["path"]: f for f in (plan["files"] if files is None else files)}
+        differ = [f"{key} is {then.get(key)} there and {now.get(key)} here" for key in (then | now)
+                  if then.get(key) != now.get(key)]
+        if not differ:
             return plan
-        differ = [f"{key} is {old.get(key)!r} there and {value!r} here" for key, value in settings.items()
-                  if old.get(key) != value]
-        problem = f"was made from other source files: {', '.join(changed)} changed, came or went"
-        if differ:
-            problem = f"was made with other settings: {'; '.join(differ)}"
+        problem = f"was made otherwise: {'; '.join(differ)}"
     elif any((out / f"{split}.bin").exists() for split in SPLITS):
         problem = "holds bins without a meta.json"
     if problem and not overwrite:
         raise BadInput(f"{out} {problem}: give --overwrite to make it anew, or another --out")
     return None
-
-
-def changed_files(then: list[dict], now: list[dict]) -> list[str]:
-    """The paths that only one of two listings has, or that differ between them."""
-    then, now = {f["path"]: f for f in then}, {f["path"]: f for f in now}
-    return [path for path in sorted(then | now) if then.get(path) != now.get(path)]
 
 
 def sample_texts(parts: list[Part], settings: dict, fraction: float) -> typing.Iterator[str]:
@@ -876,8 +866,12 @@ def sample_texts(parts: list[Part], settings: dict, fraction: float) -> typing.I
         yield from sample_texts(parts, settings, 1.0)
 
 
-def make_part(part: Part, work: Path, settings: dict, encoder: Encoder) -> None:
-    """Write the part's three bins and, last, its counts."""
+encoder_of = functools.lru_cache(maxsize=1)(Encoder)  # one for all parts of a process: its memo grows with them
+
+
+def make_part(part: Part, work: Path, settings: dict) -> int:
+    """Write the part's three bins and, last, its counts. Returns its size."""
+    encoder = encoder_of(work / "tokenizer.json", settings["eos_id"])
     rule = [settings[key] for key in ("salt", "val_fraction", "test_fraction")]
     counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in SPLITS}
     skipped = counts["skipped"] = {"null": 0, "empty": 0, "not UTF-8": 0}
@@ -898,41 +892,30 @@ def make_part(part: Part, work: Path, settings: dict, encoder: Encoder) -> None:
             counts[split]["tokens"] += len(ids) // 2
             counts[split]["bytes"] += len(raw)
     write_json(work / f"{part.name}.json", counts)
+    return part.size
 
 
-worker = None  # in a worker process: make_part's arguments, all but the first
-
-
-def start_worker(work: Path, settings: dict) -> None:
-    """A worker ends with its parent."""
-    global worker
+def start_worker() -> None:
+    """A worker ends with its parent, and has one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    worker = work, settings, Encoder(work / "tokenizer.json", settings["eos_id"])
-
-
-def work_on(part: Part) -> int:
-    make_part(part, *worker)
-    return part.size
 
 
 def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) -> None:
     """Make `parts`. A kill costs those at hand."""
     total = sum(part.size for part in parts)
     workers = min(workers, len(parts), total // WORKER_BYTES)
+    encoder_of.cache_clear()  # of another build in this process
     with Progress("encoding", total, "B") as progress:
         if workers < 2:
-            encoder = Encoder(work / "tokenizer.json", settings["eos_id"])
             for part in parts:
-                make_part(part, work, settings, encoder)
-                progress.update(part.size)
+                progress.update(make_part(part, work, settings))
             return
-        pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker,
-                                                      (work, settings))
+        pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the workers inherit: Ctrl-C is ours
-            made = [pool.submit(work_on, part) for part in parts]
+            made = [pool.submit(make_part, part, work, settings) for part in parts]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for future in concurrent.futures.as_completed(made):
                 progress.update(future.result())
