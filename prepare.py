@@ -639,7 +639,8 @@ def open_parquet(path: Path, column: str):
     if start[:4] != b"PAR1":
         raise BadInput(f"{path} is {'not a parquet file' if start else 'empty'}")
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 20)
+        # without these two settings a whole row group is held, which may be of any size
+        file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 20, pre_buffer=False)
         schema, footer = file.schema_arrow, file.metadata
     except (pa.ArrowException, OSError) as e:
         raise BadInput(f"{path} is cut off or damaged ({str(e).splitlines()[0]}): fetch it again") from None
