@@ -837,8 +837,9 @@ def find_plan(out: Path, settings: dict, files: list[dict] | None, overwrite: bo
         return None
     if path.exists():
         plan = read_json(path)
-        then = plan["settings"] | {f["path"]: f for f in plan["files"]}
-        now = settings | {f["path"]: f for f in (plan["files"] if files is None else files)}
+        listed = plan.get("files", [])
+        then = plan.get("settings", {}) | {f["path"]: f for f in listed}
+        now = settings | {f["path"]: f for f in (listed if files is None else files)}
         differ = [f"{key} is {then.get(key)} there and {now.get(key)} here" for key in (then | now)
                   if then.get(key) != now.get(key)]
         if not differ:
