@@ -42,7 +42,7 @@ import threading
 import time
 import typing
 import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -227,21 +227,14 @@ def atomic_file(path: str | os.PathLike, mode: str = "wb"):
             f.flush()
             os.fsync(f.fileno())
             os.replace(temporary, path)
-        sync_folder(path.parent)
+        with contextlib.suppress(OSError):  # makes the rename survive a power cut, where a folder can be synced
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-
-
-def sync_folder(folder: str | os.PathLike) -> None:
-    """Make a rename in `folder` survive a power cut (file systems that cannot do this are let off)."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def to_json(value, indent: int | None = None) -> str:
@@ -371,10 +364,8 @@ def wrong_meta(meta: dict) -> str | None:
         for split in SPLITS:
             numbers |= {f"{split}.{key}": meta["splits"][split][key] for key in ("documents", "tokens", "bytes")}
         fingerprint = fingerprint_of(meta)
-    except KeyError as e:
-        return f"lacks {e}"
-    except (TypeError, ValueError):
-        return "has an entry of the wrong kind"
+    except (KeyError, TypeError, ValueError):
+        return "has no entry for a split, or one of the wrong kind"
     for key, value in numbers.items():
         if type(value) is not int or value < 0:
             return f"says {key} = {value!r}"
@@ -445,7 +436,6 @@ def verified(path: Path, sha256: str) -> bool:
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>")  # ids 0 to 3
 MOST_IDS = 1 << 16  # what 16 bits hold
-SKIPS = ("null", "empty", "not UTF-8")
 
 
 def split_of(document: bytes, salt: str, val_fraction: float, test_fraction: float) -> int:
@@ -511,11 +501,10 @@ def check_tokenizer(path: Path) -> tuple[int, int]:
         raise BadInput(f"--tokenizer={path} has no end-of-text token, such as {SPECIALS[3]} or <|endoftext|>")
     merges = json.loads(tokenizer.to_str())["model"].get("merges", ())
     merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in merges}
-    alone = tokenizer.encode(end, add_special_tokens=False).ids
-    if ids[end] not in added or not added[ids[end]].special or end in merged or ids[end] in alone:
+    if ids[end] not in added or not added[ids[end]].special or end in merged:
         raise BadInput(f"--tokenizer={path}: text can become its end of text, {end}: that must be a special token")
-    back = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False).ids, skip_special_tokens=False)
-    if back.removeprefix(" ") != PROBE:
+    back = tokenizer.decode(tokenizer.encode(PROBE + end, add_special_tokens=False).ids, skip_special_tokens=True)
+    if back.removeprefix(" ") != PROBE + end:
         raise BadInput(f"--tokenizer={path} does not give back the text that it was given")
     size = max(ids.values()) + 1
     if beside.is_file() and read_json(beside).get("tokenizer_sha256") == sha256_of(path):
@@ -528,14 +517,12 @@ def check_tokenizer(path: Path) -> tuple[int, int]:
 class Encoder(dict):
     """Encodes documents exactly as their tokenizer does, and faster: a memo, piece of text -> its ids as bytes.
 
-    Of GPT-2's rule, by which byte-level tokenizers cut text into words, PIECE needs only what is sure in every version
-    of Unicode: a word begins at a space before a character that is none of the spaces, at white space after such a
-    character, and at punctuation after an ASCII letter. What lies between two such places goes to the tokenizer as a
-    whole, once. A tokenizer of another make than ours gets every document as a whole.
+    GPT-2's rule, by which byte-level tokenizers cut text into words, cuts before a space that a character other than
+    white space follows, and between an ASCII letter and white space or punctuation. So does PIECE, nowhere else: what
+    lies between goes to the tokenizer as a whole. A tokenizer of another make than ours gets each document uncut.
     """
-    PIECE = re.compile(r" ?[A-Za-z]+(?=[ ,.;:!?\n])| ?\S+(?=[ \n\r\t]|\Z)|\n(?=\n?\S)|(?s:.+?)(?= \S|\Z)")
+    PIECE = re.compile(r" ?[A-Za-z]+(?=[ ,.;:!?\n])|(?s:.+?)(?= \S|\Z)")
     MOST, LONG = 1 << 18, 64  # pieces remembered (some 60 MB); a longer piece is not worth remembering
-    STRETCH = 1 << 20  # characters that are cut into pieces at a time
 
     def __init__(self, path: str | os.PathLike, eos_id: int):
         self.tokenizer, self.eos = load_tokenizer(path), struct.pack("<H", eos_id)
@@ -556,27 +543,21 @@ class Encoder(dict):
 
     def encode(self, document: str) -> bytes:
         """uint16, little-endian: the ids of a document, and the end of text after them."""
-        if not self.fast:
-            return self.__missing__(document) + self.eos
-        made, start = [], 0
-        while start < len(document):
-            cut = re.compile(r" (?=\S)").search(document, start + self.STRETCH)
-            stop = cut.start() if cut else len(document)
-            made += map(self.__getitem__, self.PIECE.findall(document, start, stop))
-            start = stop
-        return b"".join([*made, self.eos])
+        pieces = self.PIECE.findall(document) if self.fast else [document]
+        return b"".join([*map(self.__getitem__, pieces), self.eos])
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Sources: parquet and JSONL, read in parts
 
-BATCH_BYTES = 1 << 20  # of text that is at hand at a time
+BATCH_BYTES = 1 << 22  # of text that is at hand at a time
 PART_BYTES = 1 << 26  # of text that a worker encodes at a time, and that a kill costs
 WORKER_BYTES = 1 << 23  # of text, for which a worker process is worth starting
+JSONL = (".jsonl", ".jsonl.gz")
 
 
 class Part(typing.NamedTuple):
-    """Row groups first to last - 1 of one source file; of a JSONL file, the only one."""
+    """Row groups first to last - 1 of one parquet file, or a whole JSONL file."""
     name: str
     path: Path
     first: int
@@ -588,36 +569,29 @@ class Part(typing.NamedTuple):
 def walk(folder: Path, met: set[str]) -> typing.Iterator[Path]:
     """The parquet and JSONL files under `folder`, each real one once; what is left out for a reason is said."""
     for path in sorted(folder.iterdir()):
-        real, why = os.path.realpath(path), None
-        if path.name.startswith("_"):
-            why = "has a name that begins with _"
-        elif path.name.endswith((".incomplete", ".part", ".crdownload")):
-            why = "looks like an unfinished download"
-        elif real in met and not path.name.startswith("."):
-            why = f"is another name of {real}"
-        if why:
-            print(f"note: {path} {why}: not read", file=sys.stderr)
-        elif not path.name.startswith("."):
-            met.add(real)
-            if path.is_dir():
-                yield from walk(path, met)
-            elif path.name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
-                yield path
+        real = os.path.realpath(path)
+        if path.name.startswith("."):
+            continue
+        if path.name.startswith("_") or real in met:
+            why = "its name begins with _" if path.name.startswith("_") else f"it is another name of {real}"
+            print(f"note: {path} is not read: {why}", file=sys.stderr)
+            continue
+        met.add(real)
+        if path.is_dir():
+            yield from walk(path, met)
+        elif path.name.endswith((".parquet", *JSONL)):
+            yield path
 
 
 def source_files(source: Path, limit: int | None) -> list[dict]:
     """The files under `source` (or itself), sorted by path, each with its size and time of change. Raises BadInput."""
     if not source.exists():
-        hint = did_you_mean(str(source), ("demo", HUB))
-        raise BadInput(f"--source={source}: no such file or folder{hint}")
-    root, found = source, [source]
+        raise BadInput(f"--source={source}: no such file or folder{did_you_mean(str(source), ('demo', HUB))}")
+    found = {source.name: source}
     if source.is_dir():
-        found = walk(source, {os.path.realpath(source)})
-    else:
-        root = source.parent
+        found = {path.relative_to(source).as_posix(): path for path in walk(source, {os.path.realpath(source)})}
     files = []
-    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix())[:limit]:
-        name = path.relative_to(root).as_posix()
+    for name, path in sorted(found.items())[:limit]:
         if name.encode(errors="replace").decode() != name:
             raise BadInput(f"{ascii(str(path))}: this name is not UTF-8: rename it")
         if not path.is_file():
@@ -634,9 +608,11 @@ def parts_of(paths: list[Path], column: str) -> list[Part]:
     parts, problems = [], []
     for k, path in enumerate(paths):
         try:
-            if is_jsonl(path):
+            if path.name.endswith(JSONL):
                 next(read_jsonl(path, column), None)
-            sizes = [path.stat().st_size] if is_jsonl(path) else open_parquet(path, column)[1]
+                sizes = [path.stat().st_size]
+            else:
+                sizes = open_parquet(path, column)[1]
         except BadInput as e:
             problems.append(str(e))
             continue
@@ -657,13 +633,14 @@ def open_parquet(path: Path, column: str):
     import pyarrow as pa
     import pyarrow.parquet as pq
     with open(path, "rb") as f:
-        start = f.read(24)
-    if start[:8] == b"version ":
+        start = f.read(8)
+    if start == b"version ":
         raise BadInput(f"{path} is a Git LFS pointer, not the data: run git lfs pull")
     if start[:4] != b"PAR1":
         raise BadInput(f"{path} is {'not a parquet file' if start else 'empty'}")
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 20)
+        # without these two settings a whole row group is held, which may be of any size
+        file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 20, pre_buffer=False)
         schema, footer = file.schema_arrow, file.metadata
     except (pa.ArrowException, OSError) as e:
         raise BadInput(f"{path} is cut off or damaged ({str(e).splitlines()[0]}): fetch it again") from None
@@ -680,31 +657,26 @@ def open_parquet(path: Path, column: str):
 
 
 def read_parquet(path: Path, column: str, first: int, last: int) -> typing.Iterator[bytes | None]:
-    """The documents of row groups first to last - 1, page checksums verified, without holding more than a few
-    BATCH_BYTES of them; a null is None. Raises BadInput where the file is damaged."""
+    """The documents of row groups first to last - 1, page checksums verified, with about BATCH_BYTES of them at hand;
+    a null is None. Raises BadInput where the file is damaged."""
     import pyarrow as pa
     file, sizes = open_parquet(path, column)
-    rows = [file.metadata.row_group(group).num_rows for group in range(last)]
-    row = sum(rows[:first])
+    row = 0
     try:
         for group in range(first, last):
-            at_once = max(1, min(1024, 4 * BATCH_BYTES * rows[group] // max(1, sizes[group])))
+            rows = file.metadata.row_group(group).num_rows
+            at_once = max(1, min(1024, BATCH_BYTES * rows // max(1, sizes[group])))
             for batch in file.iter_batches(at_once, row_groups=[group], columns=[column]):
                 values = batch.column(batch.schema.get_field_index(column))
                 values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
                 for document in values.cast(pa.large_binary()).to_pylist():
                     yield document
-                    row += 1
-        if row != sum(rows):
-            raise OSError(f"{sum(rows)} rows promised")
+                    row, rows = row + 1, rows - 1
+            if rows:
+                raise OSError(f"{rows} more promised")
     except (pa.ArrowException, OSError) as e:
-        raise BadInput(f"{path} is damaged after row {row} ({str(e).splitlines()[0]}): fetch it again") from None
-    finally:
-        file.close()
-
-
-def is_jsonl(path: Path) -> bool:
-    return path.name.endswith((".jsonl", ".jsonl.gz"))
+        raise BadInput(f"{path} is damaged after row {row} of row group {first} ({str(e).splitlines()[0]}): "
+                       "fetch it again") from None
 
 
 def read_jsonl(path: Path, column: str) -> typing.Iterator[bytes | None]:
@@ -730,10 +702,13 @@ def read_jsonl(path: Path, column: str) -> typing.Iterator[bytes | None]:
 
 
 def read_documents(part: Part, column: str) -> typing.Iterator[bytes | None]:
-    """The part's documents, in order, None for a null."""
-    if is_jsonl(part.path):
-        return read_jsonl(part.path, column)
-    return read_parquet(part.path, column, part.first, part.last)
+    """The part's documents, in order, None for a null. Raises BadInput where the file is damaged or was changed."""
+    if part.path.name.endswith(JSONL):
+        yield from read_jsonl(part.path, column)
+    else:
+        yield from read_parquet(part.path, column, part.first, part.last)
+    if state_of(part.path) != part.state:
+        raise BadInput(f"{part.path} was changed while it was read: run the same command again")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -742,31 +717,32 @@ def read_documents(part: Part, column: str) -> typing.Iterator[bytes | None]:
 HUB = "fineweb-edu"
 REPO = "HuggingFaceFW/fineweb-edu"
 REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"  # its sample/10BT: 14 files, 28,518,193,415 bytes
-PAPER = {"train": (9_575_157, 9_892_016_691), "val": (48_683, 50_328_166), "test": (48_261, 49_144_462)}
 PATIENCE = (2, 10, 30, 60, 120)  # seconds between attempts, each of which is several of huggingface_hub's
 
 
 def patiently(what: str, action: typing.Callable):
-    """`action()`, tried again after what may pass: a dropped connection, too many requests, a fault of the server. The
-    HTTP library below huggingface_hub, and so the errors' types, are not fixed: the status tells them apart."""
-    for attempt, wait in enumerate((*PATIENCE, None), 1):
+    """`action()`, tried again after what may pass: a dropped connection, too many requests, a fault of the server.
+    Raises BadInput for what will not pass, Failed at the end of patience, and our own OSErrors as they are."""
+    for wait in (*PATIENCE, None):
         try:
             return action()
-        except Exception as e:
-            e = e.__cause__ if type(e).__name__ == "LocalEntryNotFoundError" and e.__cause__ else e
-            kind, why = type(e).__name__, (str(e).splitlines() or [""])[0]
+        except Exception as e:  # the HTTP library below huggingface_hub has no fixed types: the status tells
+            if type(e).__name__ == "LocalEntryNotFoundError" and e.__cause__:
+                e = e.__cause__
             status = getattr(getattr(e, "response", None), "status_code", 0)
+            why = str(e).partition("\n")[0] or type(e).__name__
             if getattr(e, "errno", None) in (*DISK_FULL, errno.EACCES, errno.EROFS):
-                raise e from None  # ours, not the network's
+                raise e from None
             if status in (401, 403):
                 raise BadInput(f"{what}: the Hub refuses access ({status}, {why}): HF_TOKEN must be a token that may "
                                f"read https://huggingface.co/datasets/{REPO}") from None
-            if kind in ("TooManyRedirects", "OfflineModeIsEnabled") or 400 <= status < 500 and status not in (408, 429):
-                raise BadInput(f"{what}: {why or kind} (see --subset and --revision)") from None
+            lasting = type(e).__name__ in ("TooManyRedirects", "OfflineModeIsEnabled")
+            if lasting or 300 <= status < 500 and status not in (408, 429):
+                raise BadInput(f"{what}: {why} (see --subset and --revision)") from None
             if wait is None:
-                raise Failed(f"{what}: {why or kind} ({attempt} attempts; whole files are kept, this one begins again: "
-                             "run the same command again)") from None
-            print(f"{what}: {why or kind}; again in {wait} s", file=sys.stderr, flush=True)
+                raise Failed(f"{what}: {why} ({len(PATIENCE) + 1} attempts; whole files are kept, this one begins "
+                             "again: run the same command again)") from None
+            print(f"{what}: {why}; again in {wait} s", file=sys.stderr, flush=True)
             time.sleep(wait)
 
 
@@ -777,13 +753,11 @@ def hub_files(subset: str, revision: str, limit: int | None) -> tuple[str, list[
     print(f"asking the Hub for the files in {subset}", file=sys.stderr, flush=True)
     if not re.fullmatch("[0-9a-f]{40}", revision):
         revision = patiently(f"revision {revision}", lambda: HfApi().dataset_info(REPO, revision=revision).sha)
-    files = patiently(f"listing {subset}", lambda: [
-        {"path": f.path, "size": f.size, "sha256": f.lfs.sha256}
-        for f in HfApi().list_repo_tree(REPO, subset, recursive=True, revision=revision, repo_type="dataset")
-        if f.path.endswith(".parquet")])
+    listed = patiently(f"listing {subset}", lambda: list(
+        HfApi().list_repo_tree(REPO, subset, recursive=True, revision=revision, repo_type="dataset")))
+    files = [{"path": f.path, "size": f.size, "sha256": f.lfs.sha256} for f in listed if f.path.endswith(".parquet")]
     for f in files:
-        path = PurePosixPath(f["path"])
-        if path.is_absolute() or ".." in path.parts or "\\" in f["path"]:
+        if f["path"].startswith("/") or ".." in f["path"].split("/") or "\\" in f["path"]:
             raise BadInput(f"the Hub's listing names {f['path']!r}, a place outside the folder: nothing was fetched")
     if not files:
         raise BadInput(f"--subset={subset}: no parquet file there")
@@ -796,15 +770,16 @@ def fetch(files: list[dict], revision: str, folder: Path) -> None:
     hub.constants.DOWNLOAD_CHUNK_SIZE = 1 << 14  # all that a connection which breaks may lose: each one gets further
     with Progress("downloading", sum(f["size"] for f in files), "B", every=0) as progress:
         for f in files:
-            path, tries = folder / f["path"], 0
+            path = folder / f["path"]
             get = functools.partial(hub.hf_hub_download, REPO, f["path"], repo_type="dataset", revision=revision,
                                     local_dir=folder)
-            while not (path.is_file() and verified(path, f["sha256"])):
+            for last in (False, False, True):
+                if path.is_file() and verified(path, f["sha256"]):
+                    break
                 path.unlink(missing_ok=True)
-                if tries == 2:
+                if last:
                     raise Failed(f"{f['path']} came twice with another sha256 than the Hub lists: it is not used")
                 patiently(f["path"], get)
-                tries += 1
             progress.update(f["size"])
 
 
@@ -831,16 +806,15 @@ class Flags:
 
 def settings_of(flags: Flags) -> dict:
     """What decides the bytes to be written. Raises BadInput with every problem, before any work."""
-    hub, problems = flags.source == HUB, []
-    kind = "demo" if flags.source == "demo" else HUB if hub else "files"
-    usual = {"vocab_size": 4096, "fraction": 0.05} if kind == "demo" else {"vocab_size": 32768, "fraction": 0.005}
-    val = usual["fraction"] if flags.val_fraction is None else flags.val_fraction
-    test = usual["fraction"] if flags.test_fraction is None else flags.test_fraction
+    kind, hub, problems = flags.source if flags.source in ("demo", HUB) else "files", flags.source == HUB, []
+    vocab_size, fraction = (4096, 0.05) if kind == "demo" else (32768, 0.005)
+    vocab_size, eos_id, tokenizer = flags.vocab_size or vocab_size, SPECIALS.index("<|eos|>"), None
+    val = fraction if flags.val_fraction is None else flags.val_fraction
+    test = fraction if flags.test_fraction is None else flags.test_fraction
     if val + test >= 1:
         problems.append(f"--val_fraction={val} --test_fraction={test}: together below 1")
     if len(flags.salt.encode()) > 16:
         problems.append(f"--salt={flags.salt} is longer than 16 bytes")
-    vocab_size, eos_id, tokenizer = flags.vocab_size or usual["vocab_size"], SPECIALS.index("<|eos|>"), None
     if flags.tokenizer:
         vocab_size, eos_id = check_tokenizer(Path(flags.tokenizer))
         tokenizer = sha256_of(flags.tokenizer)
@@ -854,108 +828,96 @@ def settings_of(flags: Flags) -> dict:
             "tokenizer": tokenizer}
 
 
-def find_plan(out: Path, settings: dict, files: list[dict] | None, overwrite: bool) -> tuple[str, dict] | None:
-    """The file in `out` that says it is being made (.work/plan.json), or was made (meta.json), of these settings and
-    files, and what it says; None when a new build may begin. Raises BadInput when `out` holds anything else."""
-    plans = {name: read_json(out / name) for name in (".work/plan.json", "meta.json") if (out / name).is_file()}
-    if overwrite:
-        plans.pop("meta.json", None)
-    for name, plan in plans.items():
-        if plan.get("settings") == settings and (files is None or plan.get("files") == files):
-            return name, plan
-    advice = "give --overwrite to make it anew, or another --out"
-    if overwrite or not plans:
-        if not overwrite and any((out / f"{split}.bin").exists() for split in SPLITS):
-            raise BadInput(f"{out} holds bins without a meta.json: {advice}")
+def find_plan(out: Path, settings: dict, files: list[dict] | None, overwrite: bool) -> dict | None:
+    """What is being made (.work/plan.json) or was made (meta.json) in `out`, when it is of these settings and files;
+    None when a new build may begin. Raises BadInput when `out` holds anything else."""
+    finished, problem = (out / "meta.json").exists(), None
+    path = out / ("meta.json" if finished else ".work/plan.json")
+    if finished and overwrite:
         return None
-    name, plan = plans.popitem()
-    old = plan.get("settings", {})
-    differ = [f"{key} is {old.get(key)!r} there and {settings.get(key)!r} here" for key in {**old, **settings}
-              if old.get(key) != settings.get(key)]
-    if differ:
-        raise BadInput(f"{out} was made with other settings: {'; '.join(differ)}: {advice}")
-    then, now = ({f["path"]: f for f in listed} for listed in (plan["files"], files))
-    changed = ", ".join(path for path in sorted({*then, *now}) if then.get(path) != now.get(path))
-    if name == "meta.json":
-        raise BadInput(f"{out} was made from other source files: {changed} changed, came or went: {advice}")
-    print(f"note: {changed} changed, came or went since {out} was begun: beginning anew", file=sys.stderr)
+    if path.exists():
+        plan = read_json(path)
+        listed = plan.get("files", [])
+        then = plan.get("settings", {}) | {f["path"]: f for f in listed}
+        now = settings | {f["path"]: f for f in (listed if files is None else files)}
+        differ = [f"{key} is {then.get(key)} there and {now.get(key)} here" for key in (then | now)
+                  if then.get(key) != now.get(key)]
+        if not differ:
+            return plan
+        problem = f"was made otherwise: {'; '.join(differ)}"
+    elif any((out / f"{split}.bin").exists() for split in SPLITS):
+        problem = "holds bins without a meta.json"
+    if problem and not overwrite:
+        raise BadInput(f"{out} {problem}: give --overwrite to make it anew, or another --out")
     return None
 
 
 def sample_texts(parts: list[Part], settings: dict, fraction: float) -> typing.Iterator[str]:
     """The train documents that train the tokenizer."""
-    split, n, size = [settings[key] for key in ("salt", "val_fraction", "test_fraction")], 0, 0
+    rule = [settings[key] for key in ("salt", "val_fraction", "test_fraction")]
+    n = size = 0
     with Progress("choosing text for the tokenizer", sum(part.size for part in parts), "B") as progress:
-        for part in parts:
-            for raw in read_documents(part, settings["text_column"]):
-                progress.update(len(raw or b""))
-                if raw and in_sample(raw, settings["salt"], fraction) and split_of(raw, *split) == 0:
-                    with contextlib.suppress(UnicodeDecodeError):
-                        yield raw.decode()
-                        n, size = n + 1, size + len(raw)
+        for raw in (raw for part in parts for raw in read_documents(part, settings["text_column"])):
+            progress.update(len(raw or b""))
+            if raw and in_sample(raw, settings["salt"], fraction) and split_of(raw, *rule) == 0:
+                with contextlib.suppress(UnicodeDecodeError):
+                    yield raw.decode()
+                    n, size = n + 1, size + len(raw)
     print(f"tokenizer: learning from {n:,} train documents, {size:,} bytes", file=sys.stderr, flush=True)
     if n == 0 and fraction < 1:  # a corpus of a few documents
         yield from sample_texts(parts, settings, 1.0)
 
 
-def make_part(part: Part, work: Path, settings: dict, encoder: Encoder) -> None:
-    """Write the part's three bins and, last, its counts."""
+encoder_of = functools.lru_cache(maxsize=1)(Encoder)  # one for all parts of a process: its memo grows with them
+
+
+def make_part(part: Part, work: Path, settings: dict) -> int:
+    """Write the part's three bins and, last, its counts. Returns its size."""
+    encoder = encoder_of(work / "tokenizer.json", settings["eos_id"])
     rule = [settings[key] for key in ("salt", "val_fraction", "test_fraction")]
-    counts = {key: [0, 0, 0] for key in ("documents", "tokens", "bytes", "skipped")}
+    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in SPLITS}
+    skipped = counts["skipped"] = {"null": 0, "empty": 0, "not UTF-8": 0}
     with contextlib.ExitStack() as stack:
-        bins = [stack.enter_context(atomic_file(work / f"{part.name}.{split}")) for split in SPLITS]
+        bins = {split: stack.enter_context(atomic_file(work / f"{part.name}.{split}")) for split in SPLITS}
         for raw in read_documents(part, settings["text_column"]):
+            if not raw:
+                skipped["null" if raw is None else "empty"] += 1
+                continue
             try:
-                text = raw.decode() if raw else raw
+                ids = encoder.encode(raw.decode())
             except UnicodeDecodeError:
-                counts["skipped"][SKIPS.index("not UTF-8")] += 1
+                skipped["not UTF-8"] += 1
                 continue
-            if not text:
-                counts["skipped"][SKIPS.index("null" if raw is None else "empty")] += 1
-                continue
-            k, ids = split_of(raw, *rule), encoder.encode(text)
-            bins[k].write(ids)
-            counts["documents"][k] += 1
-            counts["tokens"][k] += len(ids) // 2
-            counts["bytes"][k] += len(raw)
-        if state_of(part.path) != part.state:
-            raise BadInput(f"{part.path} was changed while it was read: run the same command again")
+            split = SPLITS[split_of(raw, *rule)]
+            bins[split].write(ids)
+            counts[split]["documents"] += 1
+            counts[split]["tokens"] += len(ids) // 2
+            counts[split]["bytes"] += len(raw)
     write_json(work / f"{part.name}.json", counts)
+    return part.size
 
 
-worker = None  # in a worker process: make_part's arguments, all but the first
-
-
-def start_worker(work: Path, settings: dict) -> None:
-    """A worker ends with its parent."""
-    global worker
+def start_worker() -> None:
+    """A worker ends with its parent, and has one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    worker = work, settings, Encoder(work / "tokenizer.json", settings["eos_id"])
-
-
-def work_on(part: Part) -> int:
-    make_part(part, *worker)
-    return part.size
 
 
 def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) -> None:
     """Make `parts`. A kill costs those at hand."""
     total = sum(part.size for part in parts)
     workers = min(workers, len(parts), total // WORKER_BYTES)
+    encoder_of.cache_clear()  # of another build in this process
     with Progress("encoding", total, "B") as progress:
         if workers < 2:
-            encoder = Encoder(work / "tokenizer.json", settings["eos_id"])
             for part in parts:
-                make_part(part, work, settings, encoder)
-                progress.update(part.size)
+                progress.update(make_part(part, work, settings))
             return
-        pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker,
-                                                      (work, settings))
+        pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers start with it: Ctrl-C is ours
-            made = [pool.submit(work_on, part) for part in parts]
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the workers inherit: Ctrl-C is ours
+            made = [pool.submit(make_part, part, work, settings) for part in parts]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for future in concurrent.futures.as_completed(made):
                 progress.update(future.result())
@@ -966,12 +928,13 @@ def encode_parts(parts: list[Part], work: Path, settings: dict, workers: int) ->
             pool.shutdown(cancel_futures=True)
 
 
-def join(parts: list[Part], counts: list[dict], work: Path) -> None:
+def join(parts: list[Part], counts: list[dict], work: Path, out: Path) -> None:
     """Copy the parts' bins to their places in the whole ones, in order; each goes once it is safe there. Whatever a
     kill left half copied is written again, the same bytes in the same place."""
-    for k, split in enumerate(SPLITS):
+    for split in SPLITS:
         at = 0
-        with open(os.open(work / f"{split}.bin", os.O_RDWR | os.O_CREAT, 0o666), "r+b") as whole:
+        (out / f"{split}.bin").touch()
+        with open(out / f"{split}.bin", "r+b") as whole:
             for part, made in zip(parts, counts):
                 piece = work / f"{part.name}.{split}"
                 if piece.exists():
@@ -981,27 +944,24 @@ def join(parts: list[Part], counts: list[dict], work: Path) -> None:
                     whole.flush()
                     os.fsync(whole.fileno())
                     piece.unlink()
-                at += 2 * made["tokens"][k]
-            if whole.seek(0, os.SEEK_END) != at:
-                raise Failed(f"{whole.name} holds {whole.tell():,} bytes, {at:,} were made: give --overwrite")
+                at += 2 * made[split]["tokens"]
 
 
-def describe(counts: list[dict], work: Path, plan: dict, source: str) -> dict:
-    """meta.json of the joined bins."""
-    settings, total = plan["settings"], {}
-    for key in ("documents", "tokens", "bytes", "skipped"):
-        total[key] = [sum(column) for column in zip(*(made[key] for made in counts))] or [0, 0, 0]
-    kept, skipped = sum(total["documents"]), dict(zip(SKIPS, total["skipped"]))
-    if not kept:
-        raise BadInput(f"no document in the source (skipped: {skipped})")
-    splits = {}
-    for k, split in enumerate(SPLITS):
-        splits[split] = {key: total[key][k] for key in ("documents", "tokens", "bytes")}
-        splits[split]["sha256"] = sha256_of(work / f"{split}.bin")
-    unused = settings["vocab_size"] - load_tokenizer(work / "tokenizer.json").get_vocab_size()
+def describe(counts: list[dict], out: Path, plan: dict, source: str) -> dict:
+    """meta.json of the joined bins. Raises Failed when they do not hold what was counted."""
+    settings = plan["settings"]
+    total = {group: {key: sum(made[group][key] for made in counts) for key in counts[0][group]} for group in counts[0]}
+    skipped = total.pop("skipped")
+    for split in SPLITS:
+        path, size = out / f"{split}.bin", 2 * total[split]["tokens"]
+        if path.stat().st_size != size:
+            raise Failed(f"{path} holds {path.stat().st_size:,} bytes, {size:,} were made: give --overwrite")
+        total[split]["sha256"] = sha256_of(path)
+    kept = sum(total[split]["documents"] for split in SPLITS)
+    unused = settings["vocab_size"] - load_tokenizer(out / "tokenizer.json").get_vocab_size()
     meta = {**{key: settings[key] for key in ("vocab_size", "eos_id", "salt")}, "source": source,
-            "tokenizer_sha256": sha256_of(work / "tokenizer.json"), "splits": splits,
-            "report": {"rows": kept + sum(total["skipped"]), "kept": kept, "skipped": skipped, "unused_ids": unused}}
+            "tokenizer_sha256": sha256_of(out / "tokenizer.json"), "splits": total,
+            "report": {"rows": kept + sum(skipped.values()), "kept": kept, "skipped": skipped, "unused_ids": unused}}
     return {"fingerprint": fingerprint_of(meta), **meta, **plan}
 
 
@@ -1015,9 +975,6 @@ def report(out: Path, meta: dict) -> None:
         print(f"{split:5} {s['documents']:12,} {s['tokens']:15,} {s['bytes']:15,} {rate:11.2f}")
         if not s["documents"]:
             print(f"warning: {split} is empty: train.py and eval.py will refuse to use it")
-    if meta["settings"]["subset"] == "sample/10BT" and len(meta["files"]) == 14:
-        paper = ", ".join(f"{k} {documents:,} documents, {tokens:,} tokens" for k, (documents, tokens) in PAPER.items())
-        print(f"paper {paper}: its salt is not published, so splits agree in proportion only")
     print(f"vocabulary {meta['vocab_size']:,} ids, {facts['unused_ids']:,} of them never used; "
           f"fingerprint {meta['fingerprint']}")
 
@@ -1031,7 +988,7 @@ def check_disk(out: Path, download: float, bins: float) -> None:
 
 
 def build(flags: Flags, plan: dict, out: Path, root: Path) -> None:
-    """From a plan to meta.json of a finished folder in OUT/.work, or on from where the last build was killed."""
+    """From a plan to a finished folder, or on from where the last build was killed; meta.json comes last."""
     work, settings, files = out / ".work", plan["settings"], plan["files"]
     paths = [root / f["path"] for f in files]
     if settings["source"] == HUB:
@@ -1056,45 +1013,40 @@ def build(flags: Flags, plan: dict, out: Path, root: Path) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     encode_parts(left, work, settings, flags.workers or cores)
     counts = [read_json(work / f"{part.name}.json") for part in parts]
-    join(parts, counts, work)
-    write_json(work / "meta.json", describe(counts, work, plan, flags.source))
-
-
-def publish(out: Path) -> None:
-    """Move what `build` made into `out` by renames, meta.json last. A kill between them is continued."""
-    (out / "meta.json").unlink(missing_ok=True)
-    for name in (*(f"{split}.bin" for split in SPLITS), "tokenizer.json", "meta.json"):
-        if (out / ".work" / name).exists():
-            os.replace(out / ".work" / name, out / name)
-            sync_folder(out)
-    shutil.rmtree(out / ".work")
+    if not any(made[split]["documents"] for made in counts for split in SPLITS):
+        raise BadInput("no document in the source that is neither null nor empty, and is UTF-8")
+    join(parts, counts, work, out)
+    with atomic_file(out / "tokenizer.json") as f:
+        f.write((work / "tokenizer.json").read_bytes())
+    write_json(out / "meta.json", describe(counts, out, plan, flags.source))
 
 
 @contextlib.contextmanager
 def held(out: Path):
     """Hold the folder `out`, made if need be, against other prepare.py, which wait; one that stays empty is removed."""
-    from filelock import FileLock, Timeout
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f"another prepare.py is at work in {out}: waiting until it ends", file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        if os.listdir(out) == [".lock"]:
-            shutil.rmtree(out)
-        lock.release()
+    with open(out / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another prepare.py is at work in {out}: waiting until it ends", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            if os.listdir(out) == [".lock"]:
+                shutil.rmtree(out)
 
 
 def prepare(flags: Flags) -> None:
     """Make the data folder that `flags` ask for, or continue it. Raises BadInput and Failed."""
-    settings, root, files = settings_of(flags), Path(flags.source), None
+    settings, root, files, revision = settings_of(flags), Path(flags.source), None, None
     if settings["source"] == "demo":
         root = Path(__file__).resolve().parent / "data" / "austen.parquet"
     out = Path(flags.out or f"data/{root.resolve().stem if settings['source'] == 'files' else flags.source}")
+    work = out / ".work"
     if settings["source"] == HUB:
         root = out / "parquet"
     else:  # a source that is refused leaves no folder behind
@@ -1102,26 +1054,27 @@ def prepare(flags: Flags) -> None:
         root = root if root.is_dir() else root.parent
         parts_of([root / f["path"] for f in files], flags.text_column)
     with held(out):
-        name, plan = find_plan(out, settings, files, flags.overwrite) or (None, None)
-        if name == "meta.json":
+        plan = find_plan(out, settings, files, flags.overwrite)
+        if plan and (out / "meta.json").exists():
             open_data(out, SPLITS)
+            shutil.rmtree(work, ignore_errors=True)
             print(f"{out} is finished already, with these settings: nothing to do")
             return
         if plan is None:
-            revision = None
             if files is None:
                 revision, files = hub_files(settings["subset"], settings["revision"], flags.shards)
-            shutil.rmtree(out / ".work", ignore_errors=True)
-            (out / ".work").mkdir()
+            shutil.rmtree(work, ignore_errors=True)
+            for name in ("meta.json", *(f"{split}.bin" for split in SPLITS)):  # unlinked: a run that reads them goes on
+                (out / name).unlink(missing_ok=True)
+            work.mkdir()
             plan = {"settings": settings, "revision": revision, "files": files}
-            write_json(out / ".work" / "plan.json", plan)
+            write_json(work / "plan.json", plan)
         try:
-            if not (out / ".work" / "meta.json").exists():
-                build(flags, plan, out, root)
+            build(flags, plan, out, root)
         except BadInput:
-            shutil.rmtree(out / ".work")
+            shutil.rmtree(work)
             raise
-        publish(out)
+        shutil.rmtree(work)
     report(out, read_json(out / "meta.json"))
 
 
