@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -148,7 +149,8 @@ def add_model_flags(own) -> type:
     ours = {name for name, _, field in fields if name not in ("arch", "residual_dtype", "backend")}
     for name in ours & types.keys():
         raise TypeError(f"GPTConfig.{name} is no flag: --{name} of train.py is another setting of that name")
-    model = [(name, kind | None, model_flag(name)) for name, kind in types.items() if name not in (*hints, "vocab_size")]
+    model = [(name, kind | None, model_flag(name)) for name, kind in types.items()
+             if name not in (*hints, "vocab_size")]
     place = list(hints).index("lr")
     return dataclasses.make_dataclass("Flags", fields[:place] + model + fields[place:])
 
@@ -267,7 +269,8 @@ def run_name(f: Flags, c: dict) -> str:
         if name == "stop_tokens":
             value = c["stop_steps"]
         if name == "data":
-            value = None if Path(value).resolve() == Path(default_data(f.scale)).resolve() else Path(value).resolve().name
+            default = Path(default_data(f.scale)).resolve()
+            value = None if Path(value).resolve() == default else Path(value).resolve().name
         if name == "init_from" and value is not None:
             value = Path(value).resolve().name
             if len(value) > 40:
@@ -468,7 +471,7 @@ def keep_freed_memory() -> None:
 
 def compile_layers(model: GPT, backend: str = "inductor") -> None:
     """torch.compile each layer, or its attention and MLP where depth routes, which are fused already, stand between
-    them: one compilation serves all layers. What does not compile raises, nothing falls back to eager without a word."""
+    them: one compilation serves all layers. What does not compile raises, nothing falls back to eager in silence."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     parts = ["forward"] if model.arm.depth.whole_layers else ["attention", "mlp"]
@@ -527,20 +530,17 @@ class Patient:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self.dropping():
-            self.stream.write(text)
-        return len(text)
+        return self.attempt(self.stream.write, text)
 
     def flush(self) -> None:
-        with self.dropping():
-            self.stream.flush()
+        self.attempt(self.stream.flush)
 
-    @contextlib.contextmanager
-    def dropping(self):
+    def attempt(self, action, *args):
         try:
-            yield
-        except (BrokenPipeError, ConnectionResetError):
+            return action(*args)
+        except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return len("".join(args))
 
 
 class World:
@@ -742,19 +742,20 @@ class Log:
 
     def flush(self) -> None:
         """Write the steps that wait. Raises Failed at a loss or gradient norm that is not finite."""
-        if not self.pending:
+        pending, self.pending = self.pending, []
+        if not pending:
             return
-        losses = torch.stack([loss for _, _, loss, _ in self.pending])
+        losses = torch.stack([loss for _, _, loss, _ in pending])
         if self.world.ranks > 1:
             dist.all_reduce(losses)
             losses /= self.world.ranks
-        norms = torch.stack([norm for *_, norm in self.pending]).tolist()
+        norms = torch.stack([norm for *_, norm in pending]).tolist()
         now = time.monotonic()
         seconds = now - self.mark
-        if self.pending[0][0] > self.start + 1:  # compilation and warm-up tell nothing about the time left
-            self.done, self.spent = self.done + len(self.pending), self.spent + seconds
-        rate = self.c["tokens_per_step"] * len(self.pending) / seconds
-        for (n, lr, *_), loss, norm in zip(self.pending, losses.tolist(), norms):
+        if pending[0][0] > self.start + 1:  # compilation and warm-up tell nothing about the time left
+            self.done, self.spent = self.done + len(pending), self.spent + seconds
+        rate = self.c["tokens_per_step"] * len(pending) / seconds
+        for (n, lr, *_), loss, norm in zip(pending, losses.tolist(), norms):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self.diverged(n, "the loss or the gradient norm")
             self.write("train", n, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=round(rate, 1),
@@ -766,7 +767,7 @@ class Log:
             say(f"step {n:>6,}/{self.end_step:,}  loss {loss:.4f}  lr {lr:.2e}  |g| {norm:.3f}  {rate:,.0f} tokens/s  "
                 f"{left}")
             self.spoken = now
-        self.pending, self.mark = [], time.monotonic()
+        self.mark = time.monotonic()
 
     def sync(self) -> None:
         """Have the records as safe on the disk as the checkpoint that is about to count on them."""
@@ -887,7 +888,7 @@ def describe(c: dict, f: Flags, model: GPT, data, enough: bool) -> list[str]:
                 f"{', '.join(f'{m:,}' for m in c['milestones'])}")
     if c["stop_steps"]:
         schedule += f"; stops at step {c['stop_steps']:,}, mid-schedule"
-    evaluated = f"{c['eval_tokens'] // T:,} windows x {T:,} = {c['eval_tokens']:,} tokens of {val_tokens:,} in validation"
+    evaluated = f"{c['eval_tokens'] // T:,} windows x {T:,} = {c['eval_tokens']:,} tokens of {val_tokens:,}"
     if not enough:
         evaluated += f" (all there is; {f.eval_tokens or usual('eval_tokens', f.scale):,} were asked for)"
     return [
@@ -919,8 +920,8 @@ def check_resume(old: dict, new: dict, folder: Path, code: bool) -> list[str]:
         if arch in probes and not np.allclose(probes[arch], now, rtol=1e-9, atol=0):
             bad.append(f"the code: on a fixed tiny model, arm {arch} gave {probes[arch]} before, {list(now)} now")
     if bad:
-        raise BadInput(f"{folder} was begun with other settings and cannot be continued with these; use --tag for a new "
-                       "run, or move the folder away\n" + "\n".join(bad))
+        raise BadInput(f"{folder} was begun with other settings and cannot be continued with these; use --tag for a "
+                       "new run, or move the folder away\n" + "\n".join(bad))
     return [f"{k}: {old[k]} before, {new[k]} now" for k in MAY_DIFFER if k in old and old[k] != new[k]]
 
 
@@ -1160,8 +1161,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 class Bench:
     """One arm on random tokens, ready to time steps."""
 
-    def __init__(self, f: Flags, c: dict, device: torch.device):
-        self.c, self.device = {**c, "vocab_size": SCALES[f.scale]["vocab_size"]}, device
+    def __init__(self, c: dict, device: torch.device):
+        self.c, self.device = {**c, "vocab_size": SCALES[c["scale"]]["vocab_size"]}, device
         torch.use_deterministic_algorithms(c["deterministic"])
         self.model = build_model(self.c, device)
         if c["compile"]:
@@ -1185,59 +1186,48 @@ class Bench:
         return time.perf_counter() - t
 
 
-def bench_worker(f: Flags, c: dict, device: torch.device) -> None:
-    """Answer each line `steps` on stdin with a line of JSON: the seconds they took, and the peak memory so far."""
-    bench = Bench(f, c, device)
+def bench_worker(c: dict, device: torch.device, parent) -> None:
+    """In a process of its own: answer each number of steps that comes through the pipe with (seconds that they took,
+    peak memory so far); the first answer, unasked, is the model's counts."""
+    bench = Bench(c, device)
     bench.seconds(2)
-    facts = {k: c[k] for k in ("dtype", "backend", "micro_batch", "batch_size", "tokens_per_step")}
-    print(to_json(dict(seconds=bench.seconds(1), memory=peak_memory(device), **facts, **bench.model.count())), flush=True)
-    for line in sys.stdin:
-        print(to_json(dict(seconds=bench.seconds(int(line)), memory=peak_memory(device))), flush=True)
+    parent.send(bench.model.count())
+    while steps := parent.recv():
+        parent.send((bench.seconds(steps), peak_memory(device)))
 
 
-def ask(worker: subprocess.Popen, steps: int | None, label: str) -> dict:
-    """What a worker says, to `steps` or of itself. Raises Failed where it has ended."""
-    if steps is not None:
-        worker.stdin.write(f"{steps}\n")
-        worker.stdin.flush()
-    line = worker.stdout.readline()
-    if not line:
-        raise Failed(f"{label} ended during the benchmark with exit code {worker.wait()}; all arms are in memory at once")
-    return json.loads(line)
+def ask(pipe, label: str):
+    """The next answer of a worker. Raises Failed where it has ended."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise Failed(f"{label} ended during the benchmark, perhaps for lack of memory: all arms are in memory at once "
+                     "(fewer arms, or a smaller --micro_batch)") from None
 
 
-def start_worker(m: Flags) -> subprocess.Popen:
-    flags = [f"--{x.name}={getattr(m, x.name)}" for x in dataclasses.fields(m) if getattr(m, x.name) != x.default]
-    return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], stdin=subprocess.PIPE, text=True,
-                            stdout=subprocess.PIPE, env=dict(os.environ, RD_BENCH_WORKER="1"))
-
-
-def benchmark(members: list[Flags], device: torch.device) -> int:
+def benchmark(members: list[Flags], configs: list[dict], device: torch.device) -> int:
     """Time the members in turn, round by round, each in a process of its own; print ratios to the first one."""
     varied = [x.name for x in dataclasses.fields(Flags) if len({getattr(m, x.name) for m in members}) > 1] or ["arch"]
     labels, rounds = [" ".join(str(getattr(m, v)) for v in varied) for m in members], members[0].rounds or 7
-    say(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; {rounds} interleaved rounds, each arm "
-        "in its own process, random tokens")
-    workers, facts, rates = [], [], {label: [] for label in labels}
-    try:
-        for m, label in zip(members, labels):
-            workers.append(start_worker(m))
-            facts.append(ask(workers[-1], None, label))
-        steps = max(1, math.ceil(4.0 / facts[0]["seconds"]))
-        for i in range(rounds):
-            order = list(range(len(members)))
-            if i % 2:  # turn about, so that no arm always comes first
-                order.reverse()
-            for j in order:
-                said = ask(workers[j], steps, labels[j])
-                facts[j]["memory"] = said["memory"]
-                rates[labels[j]].append(steps * facts[j]["tokens_per_step"] / said["seconds"])
-            say(f"round {i + 1}: " + "  ".join(f"{label} {rates[label][-1]:,.0f}" for label in labels))
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    report_benchmark(members[0], device, dict(zip(labels, facts)), rates, steps, " ".join(varied))
+    say(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; {rounds} interleaved rounds, each "
+        "arm in its own process, random tokens")
+    context, pipes, facts, rates, steps = multiprocessing.get_context("spawn"), {}, {}, {}, 1
+    for label, c in zip(labels, configs):
+        pipes[label], theirs = context.Pipe()
+        context.Process(target=bench_worker, args=(c, device, theirs), daemon=True).start()
+        theirs.close()  # so that a worker's end is the end of its pipe
+        facts[label], rates[label] = {**c, **ask(pipes[label], label)}, []
+    for i in range(rounds + 1):  # the first round tells how many steps fill four seconds
+        for label in labels if i % 2 else reversed(labels):  # turn about, so that no arm always comes first
+            pipes[label].send(steps)
+            seconds, facts[label]["memory"] = ask(pipes[label], label)
+            rates[label].append(steps * facts[label]["tokens_per_step"] / seconds)
+        if i == 0:
+            steps = math.ceil(4 * rates[labels[0]].pop() / configs[0]["tokens_per_step"])
+            rates = {label: [] for label in labels}
+        else:
+            say(f"round {i}: " + "  ".join(f"{label} {rates[label][-1]:,.0f}" for label in labels))
+    report_benchmark(members[0], device, facts, rates, steps, " ".join(varied))
     return 0
 
 
@@ -1248,7 +1238,8 @@ def report_benchmark(f: Flags, device: torch.device, facts: dict, rates: dict, s
     peak_text = ", ".join(f"{rate / 1e12:.2f} TFLOP/s {dtype}" for dtype, rate in peaks.items())
     say(f"\n{steps} step(s) a round of {x['batch_size']} x {x['tokens_per_step'] // x['batch_size']:,} tokens, "
         f"micro-batch {x['micro_batch']}; measured matrix product rate: {peak_text}\n")
-    say(f"| {varied} | routes | tokens/s | ratio to {reference} (min-max) | MFU | peak memory |\n|---|---|---|---|---|---|")
+    say(f"| {varied} | routes | tokens/s | ratio to {reference} (min-max) | MFU | peak memory |")
+    say("|---|---|---|---|---|---|")
     arms = {}
     for label, x in facts.items():
         ratios = [rate / by for rate, by in zip(rates[label], rates[reference])]
@@ -1271,7 +1262,7 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
     for m, c in zip(members, resolve_all(members, device, world.ranks)):
         if m.data:
             open_data(m.data)
-        bench = Bench(m, {**c, "batch_size": c["micro_batch"]}, device)
+        bench = Bench({**c, "batch_size": c["micro_batch"]}, device)
         bench.seconds(1)
         n, seconds = bench.model.count(), bench.seconds(1)
         steps = c["stop_steps"] or c["max_steps"]
@@ -1279,8 +1270,8 @@ def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
         checkpoints = m.keep + (len(c["milestones"]) if m.keep_milestones else 0)
         disk = 12 * n["total"] * checkpoints + 250 * steps
         total = tokens / (c["micro_batch"] * c["context"]) * seconds / world.ranks
-        say(f"{c['name']}: {n['total']:,} parameters, {tokens:,} tokens, {n['flops_per_token'] * tokens:.3g} FLOPs, about "
-            f"{human_time(total)} here (one micro-batch of {c['micro_batch']} took {seconds:.2f} s), peak memory "
+        say(f"{c['name']}: {n['total']:,} parameters, {tokens:,} tokens, {n['flops_per_token'] * tokens:.3g} FLOPs, "
+            f"about {human_time(total)} here (one micro-batch of {c['micro_batch']} took {seconds:.2f} s), peak memory "
             f"{peak_memory(device) / 1e9:.1f} GB, disk {disk / 1e9:.2f} GB")
         del bench
         gc.collect()
@@ -1322,11 +1313,7 @@ def main(argv: list[str]) -> int:
         for m in members:
             if m.batch_size is None and device.type == "cpu":  # a step of the paper's batch takes a CPU a minute
                 m.batch_size = m.micro_batch or 1
-        configs = resolve_all(members, device, 1)
-        if os.environ.get("RD_BENCH_WORKER"):
-            bench_worker(members[0], configs[0], device)
-            return 0
-        return benchmark(members, device)
+        return benchmark(members, resolve_all(members, device, 1), device)
     heed_signals()
     world = World(device)
     try:
