@@ -1192,8 +1192,9 @@ def bench_worker(c: dict, device: torch.device, parent) -> None:
     bench = Bench(c, device)
     bench.seconds(2)
     parent.send(bench.model.count())
-    while steps := parent.recv():
-        parent.send((bench.seconds(steps), peak_memory(device)))
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the parent has all it wants
+        while True:
+            parent.send((bench.seconds(parent.recv()), peak_memory(device)))
 
 
 def ask(pipe, label: str):
