@@ -511,7 +511,9 @@ def heed_signals() -> None:
         if STOP["signal"]:
             raise KeyboardInterrupt
         STOP["signal"] = number
-        say(f"\n{signal.Signals(number).name}: saving after this step (again to quit at once)", sys.stderr)
+        text = f"\n{signal.Signals(number).name}: saving after this step (again to quit at once)\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())  # a print may have been interrupted half-way
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
         number = getattr(signal, name)
@@ -580,10 +582,10 @@ class World:
         return box[0]
 
 
-def say(text: str, file=None) -> None:
+def say(text: str) -> None:
     """Print once, whatever the number of ranks."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=file, flush=True)
+        print(text, flush=True)
 
 
 class Busy(BadInput):
@@ -595,6 +597,14 @@ def home() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
     return socket.gethostname()
+
+
+def from_here(origin: Path) -> bool:
+    """Whether the owner of a lock, known by the file `origin`, can be judged by its process number."""
+    try:
+        return origin.read_text() == home()
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -609,7 +619,7 @@ def claim(path: Path, what: str, force: bool = False, wait: float = 1.0):
             left.unlink(missing_ok=True)
     lock, until = filelock.SoftFileLock(path), time.monotonic() + wait
     while not lock.is_locked:
-        if not path.exists() or (origin.exists() and origin.read_text() == home() and owner_of(path)):
+        if not path.exists() or from_here(origin) and owner_of(path):
             with contextlib.suppress(filelock.Timeout):
                 lock.acquire(timeout=0)
                 break
@@ -621,7 +631,7 @@ def claim(path: Path, what: str, force: bool = False, wait: float = 1.0):
         if owner is None:
             raise Busy(f"{what}: nobody can tell whose its lock {path} is; if nothing trains there, pass --force")
         who = f"process {owner[0]} of {'this host' if owner[1] == socket.gethostname() else owner[1]}"
-        if origin.exists() and origin.read_text() == home():
+        if from_here(origin):
             raise Busy(f"{what} is being run by {who}")
         raise Busy(f"{what} is locked by {who}, as it was called in another container or before a restart; if that is "
                    "gone, pass --force")
