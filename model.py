@@ -119,6 +119,8 @@ def complaint(value, field: dataclasses.Field) -> str | None:
     if rules["choices"]:
         fits = value is field.default or value in rules["choices"]
         return None if fits else f"must be {' or '.join(rules['choices'])}"
+    if kind is bool:
+        return None if isinstance(value, bool) else "must be true or false"
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
         return {str: "must be text", int: "must be a whole number", float: "must be a number"}[kind]
     if rules["least"] is not None and not rules["least"] <= value <= rules["most"]:

@@ -150,8 +150,8 @@ MARKED = ("backend", "dtype", "residual_dtype", "compile", "micro_batch", "ranks
 # bookkeeping, what follows from other settings, and where in its schedule a run was stopped, are not compared.
 OWN = frozenset((
     "name", "arch", "arm", "tag", "out", "data", "command", "started", "finished", "host", "pid", "platform", "python",
-    "numpy", "cuda", "driver", "git_commit", "git_dirty", "git_diff", "probe", "backend_reason", "dtype_reason",
-    "milestones", "stop_steps", "stop_tokens", "max_tokens", "primary", "margin", "ckpt_every", "keep",
+    "numpy", "cuda", "driver", "omp_wait_policy", "git_commit", "git_dirty", "git_diff", "probe", "backend_reason",
+    "dtype_reason", "milestones", "stop_steps", "stop_tokens", "max_tokens", "primary", "margin", "ckpt_every", "keep",
     "keep_milestones", "repeat_data", "wandb", "force", "workers", "eval_batch", "benchmark", "rounds", "dry_run"))
 COUNTS = ("n_params", "flops", "arm_")  # beginnings of what differs between arms by design
 OF_A_SEED = ("seed", "init_sha256", "data_order")  # what differs between the seeds of one setting

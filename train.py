@@ -5,7 +5,8 @@
     torchrun --nproc_per_node=8 train.py --arch=rd --scale=M      # the same numbers, on eight GPUs
     python train.py --benchmark --arch=plain,block,rd --scale=S   # speed and memory, no data needed
 
-The same command again continues an unfinished run and skips a finished one. `-h` explains every flag.
+The same command again continues an unfinished run and skips a finished one. `-h` explains every flag; every field of
+GPTConfig is one, so a setting that is added there needs nothing here.
 """
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import errno
 import fnmatch
 import functools
 import gc
 import hashlib
+import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -30,14 +34,19 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin starve beside a busy process
+
+import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import eval as evaluation
+import prepare
 from model import ARMS, GPT, SCALES, GPTConfig, canonical, find_arm, logits_apart
 from prepare import (BadInput, Failed, atomic_file, flag, human_time, open_data, parse_flags, read_json, run_script,
                      sha256_of, to_json, write_json)
@@ -55,63 +64,104 @@ PROTOCOL: dict[str, dict] = {
 }
 
 
+def model_flag(name: str):
+    """The flag of a field of GPTConfig; left out, it is the scale's value or the field's default."""
+    field = GPTConfig.__dataclass_fields__[name]
+    usual = {scale: shape[name] for scale, shape in SCALES.items() if name in shape}
+    usual = ", ".join(f"{scale} {value}" for scale, value in usual.items()) or field.default
+    help = field.metadata["help"] + ("" if usual is None else f" [{usual}]")
+    most = None if field.metadata["most"] == math.inf else field.metadata["most"]
+    return flag(None, help, field.metadata["choices"], field.metadata["least"], most,
+                word=field.metadata["word"] or name)
+
+
 @dataclass
-class Flags:
+class RunFlags:
+    """What is not the model's. A flag with a `word` changes the numbers: it enters the run's name by that word, in
+    this order, when it is not the scale's default, and a run is not continued with another value."""
+
     # what to run
     arch: str = flag("rd", f"arm: {', '.join(ARMS)}; a comma list in any flag makes a sweep")
     scale: str = flag("S", "shape and protocol", tuple(PROTOCOL))
-    seed: int = flag(123, "of the initial weights and the data order")
-    backend: str = flag("auto", "how routes are computed", ("auto", "reference", "fused"))
-    data: str | None = flag(None, "folder written by prepare.py [data/demo for nano, data/fineweb-edu for S and M]")
-    out: str = flag("runs", "folder of runs")
+    seed: int = flag(123, "of the initial weights and the data order", least=0, most=2 ** 32 - 1)
+    data: str | None = flag(None, "folder written by prepare.py [data/demo for nano, data/fineweb-edu for S and M]",
+                            path=True, word="data")
+    out: str = flag("runs", "folder of runs; with --benchmark a .json file to write", path=True)
     tag: str = flag("", "appended to the run's name")
-    init_from: str | None = flag(None, "start from the weights of this run folder instead of from noise")
-    freeze: str | None = flag(None, "keep parameters whose names match this pattern at their start, e.g. *.query.v")
     # how long
-    max_steps: int | None = flag(None, "steps of the schedule")
-    max_tokens: int | None = flag(None, "length of the schedule in tokens, rounded up to whole steps [2e9 for S and M]")
-    stop_tokens: int | None = flag(None, "stop there with the schedule unchanged; such a run is complete")
+    max_steps: int | None = flag(None, "steps of the schedule", least=1, most=10 ** 9, word="steps")
+    max_tokens: int | None = flag(None, "length of the schedule in tokens, rounded up to whole steps [2e9 for S and M]",
+                                  least=1, most=10 ** 15)
+    stop_tokens: int | None = flag(None, "stop there with the schedule unchanged; such a run is complete", least=1,
+                                   word="stop")
     repeat_data: bool = flag(False, "S and M: allow more training tokens than the data folder holds (epochs)")
     # batch
-    batch_size: int | None = flag(None, "sequences a step [32; nano 8]")
-    micro_batch: int | None = flag(None, "sequences at a time on one device [S 8, M 4, nano 8]")
-    eval_tokens: int | None = flag(None, "predicted tokens of an evaluation [10485760; nano: the whole split]")
-    eval_batch: int | None = flag(None, "sequences at a time in an evaluation [micro_batch]")
+    batch_size: int | None = flag(None, "sequences a step [32; nano 8]", least=1, most=10 ** 6, word="batch")
+    micro_batch: int | None = flag(None, "sequences at a time on one device [S 8, M 4, nano 8]", least=1)
+    # shape: the fields of GPTConfig come here
     # optimiser
-    lr: float | None = flag(None, "peak learning rate [S 3e-4, M 2e-4, nano 1e-3]")
-    route_lr_mult: float = flag(1.0, "factor on the learning rate of the route queries")
-    grad_clip: float = flag(1.0, "global gradient norm; 0 does not clip")
-    weight_decay: float = flag(0.1, "on matrices, the tied embedding included; never on routes or gains")
-    beta1: float = flag(0.9, "AdamW")
-    beta2: float = flag(0.95, "AdamW")
-    adam_eps: float = flag(1e-8, "AdamW")
-    warmup_ratio: float = flag(0.02, "share of the schedule that warms up, at least one step")
-    min_lr_ratio: float = flag(0.1, "learning rate at the end over its peak")
-    # shape
-    context: int | None = flag(None, "tokens a sequence")
-    n_layer: int | None = flag(None, "layers")
-    n_embd: int | None = flag(None, "width")
-    n_head: int | None = flag(None, "heads")
-    block_layers: int | None = flag(None, "layers per residual block")
+    lr: float | None = flag(None, "peak learning rate [S 3e-4, M 2e-4, nano 1e-3]", least=0, most=10, word="lr")
+    route_lr_mult: float = flag(1.0, "factor on the learning rate of the route queries", least=0, most=1e4,
+                                word="routelr")
+    grad_clip: float = flag(1.0, "global gradient norm; 0 does not clip", least=0, most=1e9, word="clip")
+    weight_decay: float = flag(0.1, "on matrices, the tied embedding included; never on routes or gains", least=0,
+                               most=10, word="decay")
+    beta1: float = flag(0.9, "AdamW", least=0, most=0.99999, word="beta1_")
+    beta2: float = flag(0.95, "AdamW", least=0, most=0.99999, word="beta2_")
+    adam_eps: float = flag(1e-8, "AdamW", least=0, most=1, word="eps")
+    warmup_ratio: float = flag(0.02, "share of the schedule that warms up, at least one step", least=0, most=1,
+                               word="warmup")
+    min_lr_ratio: float = flag(0.1, "learning rate at the end over its peak", least=0, most=1, word="minlr")
+    init_from: str | None = flag(None, "start from the weights of this run folder instead of from noise", path=True,
+                                 word="from")
+    freeze: str | None = flag(None, "keep parameters whose names match this pattern at their start, e.g. *.query.v",
+                              word="freeze")
+    # evaluation
+    eval_tokens: int | None = flag(None, "predicted tokens of an evaluation [10485760; nano: the whole split]", least=1,
+                                   word="eval")
+    eval_batch: int | None = flag(None, "sequences at a time in an evaluation on a GPU [micro_batch]", least=1)
     # machine
     device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda"))
-    dtype: str = flag("auto", "of the products (autocast)", ("auto", "float32", "bfloat16"))
-    residual_dtype: str | None = flag(None, "of the residual stream [the compute dtype]", ("float32", "bfloat16"))
+    dtype: str = flag("auto", "of the products (autocast)", ("auto", "float32", "bfloat16"), word="dtype")
+    residual_dtype: str | None = model_flag("residual_dtype")
+    backend: str | None = model_flag("backend")
     compile: bool = flag(False, "torch.compile each layer's attention and MLP")
     deterministic: bool = flag(False, "deterministic algorithms only, so that GPU runs repeat bit for bit (slower)")
     # keeping
-    ckpt_every: int = flag(1000, "steps between checkpoints")
-    keep: int = flag(1, "how many of the latest checkpoints stay")
+    ckpt_every: int = flag(1000, "steps between checkpoints", least=1)
+    keep: int = flag(1, "how many of the latest checkpoints stay", least=1)
     keep_milestones: bool = flag(False, "keep the checkpoint of every milestone too")
-    force: bool = flag(False, "take over a run folder whose lock another host left")
+    force: bool = flag(False, "take over a run folder whose lock's owner cannot be judged from here")
     wandb: str | None = flag(None, "also log to this Weights & Biases project")
     primary: str | None = flag(None, "the arm that a sweep is made to judge; stands in plan.json, as does")
-    margin: float | None = flag(None, "a difference in NLL too small to matter")
+    margin: float | None = flag(None, "a difference in NLL too small to matter", least=1e-9)
     # other uses
-    benchmark: bool = flag(False, "time the arms on random tokens, interleaved, and write nothing")
-    rounds: int = flag(7, "rounds of a benchmark")
+    benchmark: bool = flag(False, "time the arms on random tokens, interleaved, and train nothing")
+    rounds: int | None = flag(None, "rounds of a benchmark [7]", least=1)
     dry_run: bool = flag(False, "print what would run: parameters, FLOPs, memory, disk, time; train nothing")
-    together = ()  # not a flag: the arms of the whole command
+
+
+def add_model_flags(own) -> type:
+    """`own` with a flag for every field of GPTConfig that it lacks, before the optimiser's; not for the vocabulary's
+    size, which is the data's. Raises TypeError for two settings of one name."""
+    hints, types = typing.get_type_hints(own), typing.get_type_hints(GPTConfig)
+    fields = [(field.name, hints[field.name], field) for field in dataclasses.fields(own)]
+    ours = {name for name, _, field in fields if name not in ("arch", "residual_dtype", "backend")}
+    for name in ours & types.keys():
+        raise TypeError(f"GPTConfig.{name} is no flag: --{name} of train.py is another setting of that name")
+    model = [(name, kind | None, model_flag(name)) for name, kind in types.items()
+             if name not in (*hints, "vocab_size")]
+    place = list(hints).index("lr")
+    return dataclasses.make_dataclass("Flags", fields[:place] + model + fields[place:])
+
+
+Flags = add_model_flags(RunFlags)
+MODEL = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in ("arch", "vocab_size")]
+WORDS = {f.name: f.metadata["word"] for f in dataclasses.fields(Flags) if f.metadata.get("word")}
+# What a run must share with its beginning to be continued; of the rest, what is worth a line when it changed.
+SAME = ["arch", "scale", "seed", "vocab_size", "data_fingerprint", "tokenizer_sha256", "stop_steps", "milestones",
+        *(name for name in WORDS if name not in ("data", "stop_tokens"))]
+MAY_DIFFER = ["micro_batch", "ranks", "compile", "device", "device_name", "threads", "deterministic", "torch", "triton"]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -137,197 +187,230 @@ def milestones(N: int, stop: int | None) -> list[int]:
 
 
 class Batches:
-    """Windows of train.bin in the order that the seed fixes: sample j of step s (from 0) has index k = s B + j and is
+    """Windows of a train.bin in the order that the seed fixes: sample j of step s (from 0) has index k = s B + j and is
     window perm(seed, k // n)[k mod n] of the n windows; it depends on nothing else.
 
     Windows are read with pread, not through a memory map: resident memory stays flat over weeks.
     """
 
-    def __init__(self, path: Path, context: int, batch_size: int, seed: int):
-        self.T, self.B, self.seed = context, batch_size, seed
-        self.n = (path.stat().st_size // 2 - 1) // context
+    def __init__(self, bin: typing.BinaryIO, context: int, batch_size: int, seed: int, vocab_size: int):
+        self.bin, self.T, self.B, self.seed, self.vocab_size = bin, context, batch_size, seed, vocab_size
+        tokens = os.fstat(bin.fileno()).st_size // 2
+        self.n = (tokens - 1) // context
         if self.n < 1:
-            raise BadInput(f"{path} holds {path.stat().st_size // 2} tokens, less than one window of {context} + 1")
-        self.fd = os.open(path, os.O_RDONLY)
+            raise BadInput(f"{bin.name} holds {tokens} tokens, less than one window of {context} + 1")
+        self.perm = functools.lru_cache(2)(self.permutation)
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        """The windows in the order of an epoch: uint32 [n]."""
         # RandomState's streams are frozen by numpy's compatibility policy; a Generator's may change with a release
-        self.perm = functools.lru_cache(2)(
-            lambda epoch: np.random.RandomState([self.seed & 0xFFFFFFFF, epoch]).permutation(self.n).astype(np.uint32))
+        return np.random.RandomState([self.seed, epoch]).permutation(self.n).astype(np.uint32)
 
     def indices(self, step: int) -> np.ndarray:
         """Window of each sample of step `step` (from 0): int64 [B]."""
         k = np.arange(step * self.B, (step + 1) * self.B)
         return np.array([self.perm(int(e))[i] for e, i in zip(k // self.n, k % self.n)], dtype=np.int64)
 
+    def digest(self) -> str:
+        """Of the windows of the first 256 samples, or steps: another code or seed gives another."""
+        windows = np.concatenate([self.indices(step) for step in range(-(-256 // self.B))])
+        return hashlib.sha256(windows[:256].astype("<i8").tobytes()).hexdigest()[:16]
+
     def micro(self, step: int, micro: int, rank: int, ranks: int):
-        """This rank's micro-batches of a step: pairs of int64 [micro, T] inputs and targets."""
+        """This rank's micro-batches of a step: pairs of int64 [micro, T] inputs and targets. Raises BadInput."""
         index = self.indices(step)
         for start in range(rank * micro, self.B, ranks * micro):
-            rows = [np.frombuffer(os.pread(self.fd, 2 * (self.T + 1), 2 * int(i) * self.T), dtype="<u2")
+            rows = [os.pread(self.bin.fileno(), 2 * (self.T + 1), 2 * int(i) * self.T)
                     for i in index[start:start + micro]]
-            ids = torch.from_numpy(np.stack(rows).astype(np.int64))
+            ids = np.frombuffer(b"".join(rows), dtype="<u2")
+            if len(ids) != len(rows) * (self.T + 1):
+                raise BadInput(f"{self.bin.name} became shorter while it was in use")
+            if ids.max() >= self.vocab_size:
+                raise BadInput(f"{self.bin.name} holds token {ids.max()}, and the model knows {self.vocab_size:,}: "
+                               "prepare the data anew")
+            ids = torch.from_numpy(ids.astype(np.int64).reshape(len(rows), -1))
             yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # From flags to resolved settings
 
 
-def arm_folder(arch: str) -> str:
-    """mhar:heads=8:sources=full -> mhar_heads8_sourcesfull"""
-    return arch.replace(":", "_").replace("=", "")
+def usual(name: str, scale: str):
+    """The value of a setting that nobody gave."""
+    if name == "max_steps":
+        return math.ceil(PROTOCOL[scale]["max_tokens"] / (PROTOCOL[scale]["batch_size"] * SCALES[scale]["context"]))
+    for defaults in (PROTOCOL[scale], SCALES[scale]):
+        if name in defaults:
+            return defaults[name]
+    owner = GPTConfig if name in MODEL else Flags
+    return owner.__dataclass_fields__[name].default
 
 
 def short(value) -> str:
     """A setting inside a folder name: 6e-4, 5e8, 300, demo."""
     if isinstance(value, (bool, str)):
-        return str(value).replace("/", "_")
-    text = f"{value:.6e}" if isinstance(value, float) and 0 < value < 0.01 or value >= 100_000 else f"{value:.6g}"
+        return str(value).replace("/", "_").replace("*", "_")
+    small_or_large = isinstance(value, float) and (0 < value < 0.01 or value >= 10_000)
+    text = f"{value:.6e}" if small_or_large or value >= 100_000 else f"{value:.6g}"
     if "e" not in text:
         return text
     digits, exponent = text.split("e")
-    return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}e{int(exponent)}"
+    if "." in digits:
+        digits = digits.rstrip("0").rstrip(".")
+    return f"{digits}e{int(exponent)}"
 
 
-# Settings that change a run's numbers, in the order in which they enter its name, and how they are written there.
-NAMED = dict(data="data", max_steps="steps", stop_steps="stop", batch_size="batch", context="context", n_layer="layers",
-             n_embd="width", n_head="heads", block_layers="block", lr="lr", route_lr_mult="routelr", grad_clip="clip",
-             weight_decay="decay", beta1="beta1_", beta2="beta2_", adam_eps="eps", warmup_ratio="warmup",
-             min_lr_ratio="minlr", init_from="from", freeze="freeze", eval_tokens="eval", dtype="dtype",
-             residual_dtype="residual", backend="backend")
+def run_name(f: Flags, c: dict) -> str:
+    """Scale, arm, seed, every setting that changes the numbers and is not the scale's default, tag."""
+    parts = [f"{f.scale}-{c['arch'].replace(':', '_').replace('=', '')}-s{f.seed}"]  # mhar:heads=8 is mhar_heads8
+    for name, word in WORDS.items():
+        value = getattr(f, name) if name in ("dtype", "backend") else c[name]  # those name what was asked for
+        if name == "stop_tokens":
+            value = c["stop_steps"]
+        if name == "data":
+            default = Path(default_data(f.scale)).resolve()
+            value = None if Path(value).resolve() == default else Path(value).resolve().name
+        if name == "init_from" and value is not None:
+            value = Path(value).resolve().name
+            if len(value) > 40:
+                value = f"{value[:31]}~{hashlib.sha1(value.encode()).hexdigest()[:8]}"
+        if value is not None and value != usual(name, f.scale):
+            parts.append(word + short(value))
+    if f.tag:
+        parts.append(f.tag)
+    name = "-".join(parts)
+    if re.search(r"[/\\:\s\0]", name) or not name.isprintable() or len(name.encode()) > 200:
+        raise BadInput(f"the run's name {name!r} is not a usable folder name; change --tag")
+    return name
 
 
-def sweep_backend(f: Flags, device: torch.device) -> tuple[str, str]:
+def default_data(scale: str) -> str:
+    return str(Path("data") / ("demo" if scale == "nano" else "fineweb-edu"))
+
+
+def resolve_backend(f: Flags, device: torch.device, arms: typing.Iterable[str]) -> tuple[str, str]:
     """(backend, reason): with auto, one that this machine and every arm of the command has, so that arms differ in
     nothing else."""
-    backend, reason = choose_backend(f.backend, device)
-    slow = [arch for arch in (f.arch, *Flags.together) if not find_arm(arch).fused]
-    if f.backend == "auto" and backend == "fused" and slow:
-        return "reference", f"{slow[0]} has no fused path" + ("" if slow[0] == f.arch else ", and one backend serves the sweep")
+    try:
+        backend, reason = choose_backend(f.backend or "auto", device)
+    except ValueError as e:
+        raise BadInput(str(e)) from None
+    if f.backend in (None, "auto") and backend == "fused":
+        for arch in (f.arch, *arms):
+            if not find_arm(arch).fused:
+                return "reference", f"{arch} has no fused path, and one backend serves a whole sweep"
     return backend, reason
 
 
-def resolve(f: Flags, device: torch.device, ranks: int) -> dict:
-    """Every setting of a run, as config.json holds it (contract: flat). Raises BadInput naming all that is wrong."""
-    proto, problems = PROTOCOL[f.scale], []
-    pick = lambda name: getattr(f, name) if getattr(f, name) is not None else proto.get(name)
-    c = {k: getattr(f, k) for k in ("arch scale seed tag out init_from freeze route_lr_mult grad_clip weight_decay beta1 "
-         "beta2 adam_eps warmup_ratio min_lr_ratio residual_dtype compile deterministic").split()}
-    c["data"] = f.data or str(Path("data") / ("demo" if f.scale == "nano" else "fineweb-edu"))
-    for name in ("lr", "batch_size", "eval_tokens"):
-        c[name] = pick(name)
-    shape = {k: getattr(f, k) for k in ("context", "n_layer", "n_embd", "n_head", "block_layers") if getattr(f, k) is not None}
+def resolve_micro_batch(f: Flags, batch_size: int, ranks: int) -> int:
+    """Sequences at a time on one rank: a divisor of its share of a step. Raises BadInput with the nearest that are."""
+    if batch_size % ranks:
+        near = [x for x in (batch_size // ranks * ranks, -(-batch_size // ranks) * ranks) if x]
+        raise BadInput(f"--batch_size={batch_size} does not divide among {ranks} ranks; nearest: "
+                       f"{' or '.join(map(str, near))}")
+    share = batch_size // ranks
+    divisors = [m for m in range(1, share + 1) if share % m == 0]
+    if f.micro_batch is None:  # the default gives way to the batch; what was asked for does not
+        return max(m for m in divisors if m <= PROTOCOL[f.scale]["micro_batch"])
+    if f.micro_batch not in divisors:
+        below = [m for m in divisors if m < f.micro_batch][-1:]
+        above = [m for m in divisors if m > f.micro_batch][:1]
+        where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        raise BadInput(f"--micro_batch={f.micro_batch} on {where} does not divide --batch_size={batch_size}; nearest: "
+                       f"{' or '.join(map(str, below + above))}")
+    return f.micro_batch
+
+
+def resolve(f: Flags, device: torch.device, ranks: int, arms: typing.Iterable[str] = ()) -> dict:
+    """Every setting of a run, flat, as config.json holds it. arms: of the whole command. Raises BadInput naming all
+    that is wrong."""
+    problems = []
+    c = {name: getattr(f, name) for name in ("arch", "scale", "seed", "tag", "out", "compile", "deterministic")}
+    for name in WORDS:
+        c[name] = usual(name, f.scale) if getattr(f, name) is None else getattr(f, name)
+    c["data"] = os.path.normpath(f.data or default_data(f.scale))
+    c["init_from"] = f.init_from and os.path.normpath(f.init_from)
     try:
-        gpt = GPTConfig.from_scale(f.scale, f.arch, backend=f.backend, **shape)
-        c.update({k: getattr(gpt, k) for k in ("n_layer", "n_embd", "n_head", "block_layers", "context", "mlp_ratio")})
+        GPTConfig.from_scale(f.scale, f.arch, **{name: c[name] for name in MODEL})
     except ValueError as e:
         problems += str(e).splitlines()
-        c["context"] = shape.get("context") or SCALES[f.scale]["context"]
     if f.max_steps is not None and f.max_tokens is not None:
         problems.append("give --max_steps or --max_tokens, not both: one follows from the other")
-    for name in ("max_steps", "max_tokens", "stop_tokens", "batch_size", "micro_batch", "eval_tokens", "eval_batch",
-                 "ckpt_every", "keep", "rounds", "context"):
-        value = getattr(f, name)
-        if value is not None and value < 1:
-            problems.append(f"--{name}={value} must be at least 1")
-    for name, low, high in (("lr", 0, 10), ("route_lr_mult", 0, 1e4), ("grad_clip", 0, 1e9), ("weight_decay", 0, 10),
-                            ("beta1", 0, 0.99999), ("beta2", 0, 0.99999), ("adam_eps", 0, 1), ("warmup_ratio", 0, 1), ("min_lr_ratio", 0, 1)):
-        if not low <= c[name] <= high:
-            problems.append(f"--{name}={c[name]} must lie between {low} and {high:g}")
-    B, T = c["batch_size"], c["context"]
-    c["tokens_per_step"] = tps = max(1, B * T)
-    per_rank = B // ranks
-    if B % ranks:
-        low, high = B // ranks * ranks, -(-B // ranks) * ranks
-        problems.append(f"--batch_size={B} does not divide among {ranks} ranks; nearest: {' or '.join(str(x) for x in (low, high) if x)}")
-    else:
-        micro = f.micro_batch
-        divisors = [m for m in range(1, per_rank + 1) if per_rank % m == 0] or [1]
-        if micro is None:  # the default gives way to the batch; what was asked for does not
-            micro = max(m for m in divisors if m <= max(1, proto["micro_batch"]))
-        elif micro not in divisors:
-            near = {max((m for m in divisors if m < micro), default=1), min((m for m in divisors if m > micro), default=per_rank)}
-            problems.append(f"--micro_batch={micro} on {ranks} rank{'s' * (ranks > 1)} does not divide --batch_size={B}; "
-                            f"nearest: {' or '.join(map(str, sorted(near)))}")
-        c["micro_batch"] = micro
-    if problems:
-        raise BadInput("\n".join(dict.fromkeys(problems)))
-    c["max_steps"] = N = f.max_steps or math.ceil((f.max_tokens or proto["max_tokens"]) / tps)
+    try:
+        c["micro_batch"] = resolve_micro_batch(f, c["batch_size"], ranks)
+    except BadInput as e:
+        problems.append(str(e))
+    c["tokens_per_step"] = tps = c["batch_size"] * c["context"]
+    c["max_steps"] = N = f.max_steps or math.ceil((f.max_tokens or PROTOCOL[f.scale]["max_tokens"]) / tps)
     c["max_tokens"] = N * tps
-    stop = math.ceil(f.stop_tokens / tps) if f.stop_tokens else None
-    if stop and stop > N:
-        raise BadInput(f"--stop_tokens={f.stop_tokens:,} lies beyond the schedule of {N * tps:,} tokens")
-    c["stop_steps"] = stop if stop != N else None
-    c["stop_tokens"] = c["stop_steps"] and stop * tps
+    stop = math.ceil(f.stop_tokens / tps) if f.stop_tokens else N
+    if stop > N:
+        problems.append(f"--stop_tokens={f.stop_tokens:,} lies beyond the schedule of {N * tps:,} tokens")
+    if problems:
+        raise BadInput("\n".join(problems))
+    c["stop_steps"], c["stop_tokens"] = (stop, stop * tps) if stop < N else (None, None)
     c["warmup_steps"], c["milestones"] = warmup_steps(N, f.warmup_ratio), milestones(N, c["stop_steps"])
-    c["ranks"], c["device"] = ranks, device.type
-    c["device_name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    c["ranks"], c["device"], c["threads"] = ranks, device.type, torch.get_num_threads()
+    c["device_name"] = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        c["device_name"] = torch.cuda.get_device_name(device)
     c["dtype"], c["dtype_reason"] = evaluation.pick_dtype(f.dtype, device)
-    c["backend"], c["backend_reason"] = sweep_backend(f, device)
-    # the name: scale, arm, seed, and every setting that is not the scale's default
-    asked = {**{k: getattr(f, k) for k in NAMED if hasattr(f, k)}, **{k: c[k] for k in ("max_steps", "stop_steps")}}
-    usual = dict(data=None, stop_steps=None, dtype="auto", backend="auto", max_steps=math.ceil(proto["max_tokens"] / (proto["batch_size"]
-                 * SCALES[f.scale]["context"])), **{k: proto[k] for k in ("lr", "batch_size", "eval_tokens")},
-                 **{k: SCALES[f.scale][k] for k in ("context", "n_layer", "n_embd", "n_head", "block_layers")})
-    parts = [f"{f.scale}-{arm_folder(f.arch)}-s{f.seed}"]
-    for key, word in NAMED.items():
-        default = usual.get(key, Flags.__dataclass_fields__[key].default if key in Flags.__dataclass_fields__ else None)
-        value = asked.get(key)
-        if value is None or value == default:
-            continue
-        if key == "data":
-            if Path(value).resolve() == Path("data", "demo" if f.scale == "nano" else "fineweb-edu").resolve():
-                continue
-            value = Path(value).resolve().name
-        if key == "init_from" and len(value := Path(value).name) > 40:
-            value = f"{value[:31]}~{hashlib.sha1(value.encode()).hexdigest()[:8]}"
-        parts.append(word + short(value).replace("*", "_"))
-    c["name"] = "-".join(parts + ([f.tag] if f.tag else []))
-    if any(ch in c["name"] for ch in '/\\:\0') or len(c["name"]) > 200:
-        raise BadInput(f"the run's name {c['name']!r} is not a usable folder name; change --tag")
+    c["backend"], c["backend_reason"] = resolve_backend(f, device, arms)
+    c["name"] = run_name(f, c)
     return c
+
+
+def git(*words: str) -> bytes:
+    """What git says of this folder; nothing where there is no git or no commit."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True).stdout
+    return b""
 
 
 def provenance() -> dict:
     """Where a run was made: versions, commit, command."""
-    git = lambda *a: subprocess.run(["git", "-C", str(ROOT), *a], capture_output=True, text=True).stdout.strip()
-    commit = dirty = None
-    with contextlib.suppress(OSError):
-        commit = git("rev-parse", "HEAD") or None
-        dirty = bool(git("status", "--porcelain", "--untracked-files=no")) if commit else None
+    commit = git("rev-parse", "--verify", "--quiet", "HEAD").decode().strip() or None
+    dirty = bool(git("status", "--porcelain", "--untracked-files=no").strip()) if commit else None
     try:
         import triton
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
-    return dict(torch=torch.__version__, triton=triton_version, python=platform.python_version(), platform=platform.platform(),
-                git_commit=commit, git_dirty=dirty, host=socket.gethostname(), command=shlex.join(sys.argv),
+    return dict(torch=torch.__version__, triton=triton_version, numpy=np.__version__,
+                python=platform.python_version(), platform=platform.platform(), git_commit=commit, git_dirty=dirty,
+                host=socket.gethostname(), command=shlex.join(sys.argv), omp_wait_policy=os.environ["OMP_WAIT_POLICY"],
                 started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
 
 
-@functools.lru_cache(1)
-def probe() -> dict[str, list[float]]:
-    """What the code computes, so that runs made before and after an edit can be told to be comparable: for every
-    option-free arm the losses and gradient norms of three optimiser steps, and an evaluation, of a tiny float32
-    model on the CPU."""
-    found = {}
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(61, (4, 2, 17), generator=generator)
-    for arch in ARMS:
-        model = GPT(GPTConfig(arch=arch, n_layer=4, n_embd=32, n_head=2, block_layers=2, context=16, vocab_size=61,
-                              backend="reference"), seed=1)
-        optimizer = make_optimizer(model, dict(lr=0.03, weight_decay=0.1, route_lr_mult=1.0, beta1=0.9, beta2=0.95, adam_eps=1e-8))
-        losses, norms = [], []
-        for n in (1, 2, 3):
-            loss = model(ids[n, :, :-1], ids[n, :, 1:])[1]
-            loss.backward()
-            losses.append(loss.detach())
-            norms.append(update(model, optimizer, lr_at(n, 3, 1, 0.03), 1.0))
-        final = model.token_nll(ids[0, :, :-1], ids[0, :, 1:]).double().mean()
-        found[arch] = [round(float(x), 9) for x in (*losses, *norms, final)]
-    return found
+@functools.lru_cache(None)
+def probe(arch: str) -> tuple[float, ...]:
+    """What the code computes of an arm with its options, so that runs made before and after an edit can be told to be
+    comparable: the losses and gradient norms of three optimiser steps, and the loss after them, of a tiny model. In
+    float64, so that another CPU's kernels agree to 1e-9 and another formula does not."""
+    arm = find_arm(arch)
+    unit = math.lcm(4, arm.heads)  # two heads of an even width, and as many slices as the arm asks for
+    width = unit * math.ceil(max(32, arm.rank) / unit)
+    model = GPT(GPTConfig(arch=arch, n_layer=4, n_embd=width, n_head=2, block_layers=2, context=16, vocab_size=61,
+                          backend="reference"), seed=1).double()
+    ids = torch.randint(61, (4, 2, 17), generator=torch.Generator().manual_seed(0))
+    optimizer = make_optimizer(model, dict(lr=0.03, weight_decay=0.1, route_lr_mult=1.0, beta1=0.9, beta2=0.95,
+                                           adam_eps=1e-8))
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:  # model(x, y) rounds its loss to float32
+        logits = torch.nn.functional.linear(model.hidden(batch[:, :-1]), model.wte)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    losses, norms = [], []
+    for n in (1, 2, 3):
+        loss = loss_of(ids[n])
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(clip(optimizer, 1.0).item())
+        step(optimizer, lr_at(n, 3, 1, 0.03))
+    with torch.no_grad():
+        final = loss_of(ids[0]).item()
+    return tuple(round(x, 12) for x in (*losses, *norms, final))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -336,37 +419,45 @@ def probe() -> dict[str, list[float]]:
 
 def make_optimizer(model: GPT, c: dict) -> torch.optim.AdamW:
     groups = model.param_groups(c["lr"], c["weight_decay"], c["route_lr_mult"])
-    return torch.optim.AdamW([{k: v for k, v in g.items() if k != "names"} for g in groups], lr=c["lr"],
-                             betas=(c["beta1"], c["beta2"]), eps=c["adam_eps"], fused=True)
-
-
-def update(model: GPT, optimizer: torch.optim.AdamW, lr: float, grad_clip: float) -> torch.Tensor:
-    """Clip, step, forget the gradients. Returns the gradient's global norm before clipping, still on the device."""
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if grad_clip > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
-    for g in optimizer.param_groups:
-        g["lr"] = lr * g["mult"]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    for group in groups:
+        del group["names"]
+    return torch.optim.AdamW(groups, lr=c["lr"], betas=(c["beta1"], c["beta2"]), eps=c["adam_eps"], fused=True)
 
 
 def accumulate(model, batches, count: int, device: torch.device, autocast) -> torch.Tensor:
-    """Gradients of the mean loss over this rank's `count` micro-batches of a step; returns that loss."""
+    """Forward and backward: gradients of the mean loss over this rank's `count` micro-batches of a step; returns that
+    loss, still on the device."""
     total = torch.zeros((), device=device)
     for i, (x, y) in enumerate(batches):
         if device.type == "cuda":
             x, y = (t.pin_memory().to(device, non_blocking=True) for t in (x, y))
-        # ranks exchange gradients once a step, after the last micro-batch
-        wait = model.no_sync() if hasattr(model, "no_sync") and i + 1 < count else contextlib.nullcontext()
+        wait = contextlib.nullcontext()
+        if i + 1 < count and hasattr(model, "no_sync"):  # ranks exchange gradients once a step, after the last one
+            wait = model.no_sync()
         with wait:
             with autocast():
                 loss = model(x, y)[1] / count
             loss.backward()
         total += loss.detach()
     return total
+
+
+def clip(optimizer: torch.optim.AdamW, most: float) -> torch.Tensor:
+    """Scale the gradients so that their global norm is at most `most`, if that is not 0. Returns the norm before, still
+    on the device."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if most > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    return norm
+
+
+def step(optimizer: torch.optim.AdamW, lr: float) -> None:
+    """Update the parameters and forget their gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["mult"]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def keep_freed_memory() -> None:
@@ -379,12 +470,13 @@ def keep_freed_memory() -> None:
 
 
 def compile_layers(model: GPT, backend: str = "inductor") -> None:
-    """torch.compile each layer, or its attention and MLP where depth routes, which are fused already, stand between them:
-    one compilation serves all layers. What does not compile raises, nothing falls back to eager without a word."""
+    """torch.compile each layer, or its attention and MLP where depth routes, which are fused already, stand between
+    them: one compilation serves all layers. What does not compile raises, nothing falls back to eager in silence."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    parts = ["forward"] if model.arm.depth.whole_layers else ["attention", "mlp"]
     for layer in model.layers:
-        for part in ("forward",) if model.arm.depth.whole_layers else ("attention", "mlp"):
+        for part in parts:
             setattr(layer, part, torch.compile(getattr(layer, part), dynamic=False, fullgraph=True, backend=backend))
 
 
@@ -396,12 +488,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def out_of_memory(e: BaseException, micro: int) -> Failed | None:
-    """The error to show for an allocation that failed, None for anything else."""
-    text = str(e)
-    if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in text and not isinstance(e, MemoryError):
+    """The error to show for an allocation that failed (torch's, cuBLAS's, Triton's), None for anything else."""
+    if not isinstance(e, MemoryError) and not re.search("out of memory|allocate memory|ALLOC_FAILED", str(e)):
         return None
-    advice = f"try --micro_batch={micro // 2} (the batch and the numbers stay the same)" if micro > 1 \
-        else "at --micro_batch=1: a smaller --context or --scale, or a larger device, is needed"
+    advice = "at --micro_batch=1: a smaller --context or --scale, or a larger device, is needed"
+    if micro > 1:
+        advice = f"try --micro_batch={micro // 2} (the batch and the numbers stay the same)"
     return Failed(f"out of memory at --micro_batch={micro}; {advice}")
 
 
@@ -413,14 +505,44 @@ STOP = {"signal": 0}  # set by the handler, read between steps and between evalu
 
 
 def heed_signals() -> None:
-    """SIGINT, SIGTERM and SIGUSR1 end the run after the step at hand, saved; a second one ends it at once."""
+    """A signal to end, of a user, a scheduler or a lost terminal, ends the run after the step at hand, saved; a second
+    one ends it at once. A SIGHUP that is ignored already, as under nohup, stays ignored."""
     def handler(number, frame):
         if STOP["signal"]:
             raise KeyboardInterrupt
         STOP["signal"] = number
-        print(f"\n{signal.Signals(number).name}: saving after this step (again to quit at once)", file=sys.stderr, flush=True)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, handler)
+        text = f"\n{signal.Signals(number).name}: saving after this step (again to quit at once)\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())  # a print may have been interrupted half-way
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        number = getattr(signal, name)
+        if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+class Patient:
+    """A stream for text whose reader may go away, as `| tee` does at Ctrl-C: what cannot be written is dropped, and the
+    training goes on to its checkpoint."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self.attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self.attempt(self.stream.flush)
+
+    def attempt(self, action, *args):
+        try:
+            return action(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return len("".join(args))
 
 
 class World:
@@ -428,7 +550,6 @@ class World:
 
     def __init__(self, device: torch.device):
         self.ranks, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        self.control = None
         if self.ranks > 1:
             wait = datetime.timedelta(minutes=30)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
@@ -437,11 +558,10 @@ class World:
 
     def stop(self) -> int:
         """The signal that any rank received, at the same step on all of them; 0 for none."""
-        if self.ranks == 1:
-            return STOP["signal"]
-        flag = torch.tensor(STOP["signal"])
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
-        STOP["signal"] = int(flag)
+        if self.ranks > 1:
+            flag = torch.tensor(STOP["signal"])
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
+            STOP["signal"] = int(flag)
         return STOP["signal"]
 
     def from_rank0(self, make):
@@ -452,16 +572,19 @@ class World:
         if self.rank == 0:
             try:
                 box[0] = make()
-            except (BadInput, Failed, OSError) as e:
-                box[1] = e if isinstance(e, (BadInput, Failed)) else BadInput(str(e))
+            except (BadInput, Failed) as e:
+                box[1] = e
+            except OSError as e:
+                box[1] = BadInput(str(e))
         dist.broadcast_object_list(box, src=0, group=self.control)
         if box[1] is not None:
             raise box[1]
         return box[0]
 
 
-def say(world: World, text: str) -> None:
-    if world.rank == 0:
+def say(text: str) -> None:
+    """Print once, whatever the number of ranks."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
 
 
@@ -469,88 +592,87 @@ class Busy(BadInput):
     """Another process has this run."""
 
 
-def started_at(pid: int) -> str | None:
-    """When process `pid` of this host started, in its kernel's ticks: tells it from a later one of the same number."""
+def home() -> str:
+    """Where a process number means something: this boot of this host, and this container of it."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    return socket.gethostname()
+
+
+def from_here(origin: Path) -> bool:
+    """Whether the owner of a lock, known by the file `origin`, can be judged by its process number."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return origin.read_text() == home()
     except OSError:
-        try:
-            os.kill(pid, 0)
-            return "alive"
-        except PermissionError:
-            return "alive"
-        except OSError:
-            return None
+        return False
 
 
 @contextlib.contextmanager
-def claim(path: Path, what: str, force: bool = False):
-    """Hold the exclusive lock file `path` (host, process, time). A lock whose process is dead is taken over; a living
-    one, or one of another host without `force`, raises Busy with one line about who holds it."""
-    mine = dict(host=socket.gethostname(), pid=os.getpid(), started=started_at(os.getpid()), time=time.strftime("%F %T"))
+def claim(path: Path, what: str, force: bool = False, wait: float = 1.0):
+    """Hold the lock file `path`, waiting up to `wait` seconds for it. One whose process was killed on this host is
+    taken over; a living owner, or one that cannot be judged from here, raises Busy with one line about who it is.
+    `force` takes the lock from whoever has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{mine['host']}.{mine['pid']}")
-    draft.write_text(to_json(mine) + "\n")
-    try:
-        for _ in range(3):
-            try:
-                os.link(draft, path)  # whole or not at all, also over NFS
+    origin = path.with_name(f"{path.name}.origin")  # filelock's own record lacks the boot and the container
+    if force:
+        for left in (path, origin):
+            left.unlink(missing_ok=True)
+    lock, until = filelock.SoftFileLock(path), time.monotonic() + wait
+    while not lock.is_locked:
+        if not path.exists() or from_here(origin) and owner_of(path):
+            with contextlib.suppress(filelock.Timeout):
+                lock.acquire(timeout=0)
                 break
-            except FileExistsError:
-                pass
-            try:
-                text = path.read_text()
-                held = json.loads(text)
-            except FileNotFoundError:
-                continue
-            except ValueError:
-                text, held = "", {}
-            local = held.get("host") == mine["host"]
-            if local and started_at(held["pid"]) == held["started"]:
-                raise Busy(f"{what} is being run by process {held['pid']} of this host since {held['time']}")
-            if held and not local and not force:
-                raise Busy(f"{what} is locked by {held.get('host')} (process {held.get('pid')}, since {held.get('time')}); "
-                           "if that host is gone, pass --force")
-            aside = path.with_name(f".{path.name}.stale.{mine['pid']}")
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(path, aside)
-                if aside.read_text() != text:  # somebody else took it over in between: give theirs back
-                    os.link(aside, path)
-                aside.unlink()
-        else:
-            raise Busy(f"{what}: its lock {path} changes hands faster than it can be read; try again")
-    finally:
-        draft.unlink()
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    if not lock.is_locked:
+        owner = owner_of(path)
+        if owner is None:
+            raise Busy(f"{what}: nobody can tell whose its lock {path} is; if nothing trains there, pass --force")
+        who = f"process {owner[0]} of {'this host' if owner[1] == socket.gethostname() else owner[1]}"
+        if from_here(origin):
+            raise Busy(f"{what} is being run by {who}")
+        raise Busy(f"{what} is locked by {who}, as it was called in another container or before a restart; if that is "
+                   "gone, pass --force")
     try:
+        origin.write_text(home())
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        origin.unlink(missing_ok=True)
+        lock.release()
 
 
-class Metrics:
-    """metrics.jsonl: one strict-JSON object a line, flushed line by line."""
+def owner_of(path: Path) -> tuple[str, str] | None:
+    """(process, host) in the lock file that filelock wrote; None where there is none or it says something else."""
+    try:
+        process, host, *_ = path.read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return (process, host) if process.isdecimal() else None
 
-    def __init__(self, path: Path, upto: int):
-        """Open for appending, cut back to step `upto` and without its end line, as if never interrupted."""
-        kept = []
-        if path.exists() and upto:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # the last line of a killed run may be half written
-                    record = json.loads(line)
-                    if record["kind"] != "end" and record["step"] <= upto:
-                        kept.append(line)
-        with atomic_file(path, "w") as f:
-            f.write("".join(line + "\n" for line in kept))
-        self.evaluated = {r["step"] for r in map(json.loads, kept) if r["kind"] == "eval"}
-        self.file = open(path, "a", encoding="utf-8")
 
-    def write(self, **record) -> None:
-        self.file.write(to_json(record) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+def read_metrics(path: Path, upto: int, due: typing.Iterable[int]) -> list[dict]:
+    """The records of metrics.jsonl up to step `upto`, without an end. Raises BadInput where it lacks any that a run at
+    that step has written: each step, and the evaluation at each step of `due`."""
+    records, lines = [], []
+    if upto and path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for i, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+            if record["kind"] != "end" and record["step"] <= upto:
+                records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            if i + 1 < len(lines):  # the last line of a killed run may be half written
+                raise BadInput(f"{path}: line {i + 1} is no record of a run; restore the file, or delete the run's "
+                               "folder to start anew") from None
+    steps = [r["step"] for r in records if r["kind"] == "train"]
+    measured = {r["step"] for r in records if r["kind"] == "eval"}
+    if steps != list(range(1, upto + 1)) or not measured >= {n for n in due if n < upto}:
+        raise BadInput(f"{path} lacks records of steps up to {upto:,}, where the checkpoint is; restore the file, or "
+                       "delete the run's folder to start anew")
+    return records
 
 
 def last_status(folder: Path) -> str | None:
@@ -564,97 +686,189 @@ def last_status(folder: Path) -> str | None:
         return None
 
 
-def save_checkpoint(folder: Path, c: dict, keep: int, keep_milestones: bool, model: GPT, optimizer, step: int) -> None:
-    """ckpt.pt, whole or not at all; older ones stay as ckpt-<step>.pt while `keep` or a milestone holds them."""
-    with atomic_file(folder / "ckpt.pt") as f:
-        torch.save(dict(format=2, step=step, tokens=step * c["tokens_per_step"], name=c["name"], arch=c["arch"],
-                        model=model.state_dict(), optimizer=optimizer.state_dict()), f)
-    if keep > 1 or keep_milestones and step in c["milestones"]:
-        path = folder / f"ckpt-{step:06d}.pt"
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+def save_checkpoint(folder: Path, c: dict, f: Flags, model: GPT, optimizer, step: int) -> None:
+    """ckpt.pt, whole or not at all; older ones stay as ckpt-<step>.pt while `--keep` or a milestone holds them."""
+    with atomic_file(folder / "ckpt.pt") as out:
+        try:
+            torch.save(dict(format=2, step=step, tokens=step * c["tokens_per_step"], name=c["name"], arch=c["arch"],
+                            model=model.state_dict(), optimizer=optimizer.state_dict()), out)
+        except RuntimeError as e:  # torch hides the system's error behind "unexpected pos"
+            if "unexpected pos" not in str(e) and "writing file" not in str(e):
+                raise
+            raise OSError(errno.ENOSPC, "", str(folder / "ckpt.pt")) from None
+    path = folder / f"ckpt-{step:06d}.pt"
+    if f.keep > 1 or f.keep_milestones and step in c["milestones"]:
+        path.unlink(missing_ok=True)
         try:
             os.link(folder / "ckpt.pt", path)
         except OSError:  # a file system without links
             shutil.copyfile(folder / "ckpt.pt", path)
-    old = sorted((int(p.stem[5:]), p) for p in folder.glob("ckpt-*.pt") if p.stem[5:].isdigit())  # as numbers, not names
-    recent = {s for s, _ in old[-keep:]} if keep > 1 else set()
-    for s, path in old:
-        if s not in recent and not (keep_milestones and s in c["milestones"]):
+    older = {int(p.stem[5:]): p for p in folder.glob("ckpt-*.pt") if p.stem[5:].isdigit()}
+    recent = sorted(older)[-f.keep:] if f.keep > 1 else []
+    for at, path in older.items():
+        if at not in recent and not (f.keep_milestones and at in c["milestones"]):
             path.unlink()
-
-
-# Settings that a resumed run must share with its beginning; the others may change and are said.
-SAME = ("arch scale seed data_fingerprint tokenizer_sha256 vocab_size n_layer n_embd n_head block_layers context mlp_ratio "
-        "batch_size max_steps stop_steps warmup_steps milestones lr min_lr_ratio beta1 beta2 adam_eps weight_decay grad_clip "
-        "route_lr_mult init_from freeze eval_tokens dtype residual_dtype backend").split()
-MAY_DIFFER = "micro_batch ranks compile device device_name torch triton deterministic".split()
-
-
-def check_resume(old: dict, new: dict, folder: Path, code: bool) -> list[str]:
-    """Lines about settings that changed harmlessly since the run began. Raises BadInput listing what must not change,
-    with `code` what the code computes as well."""
-    bad = [f"{k}: {old.get(k)} before, {new.get(k)} now" for k in SAME if old.get(k) != new.get(k)]
-    ours = (old.get("probe") or {}).get(new["arch"])
-    if code and ours is not None and not np.allclose(ours, new["probe"][new["arch"]], rtol=1e-5, atol=0):
-        bad.append(f"the code: on a fixed tiny model, arm {new['arch']} gave {ours} before, {new['probe'][new['arch']]} now")
-    if bad:
-        raise BadInput(f"{folder} was begun with other settings and cannot be continued with these; use --tag for a new run, "
-                       "or move the folder away\n" + "\n".join(bad))
-    return [f"{k}: {old.get(k)} before, {new.get(k)} now" for k in MAY_DIFFER if old.get(k) != new.get(k)]
 
 
 # ---------------------------------------------------------------------------------------------------------
 # One run
 
 
+class Log:
+    """What a run writes as it goes: metrics.jsonl (strict JSON, a line a record), the terminal, Weights & Biases."""
+
+    def __init__(self, folder: Path, c: dict, f: Flags, world: World, device: torch.device, start: int):
+        """Continues a log as if it had never been interrupted: cut back to step `start`, without its end."""
+        self.c, self.world, self.device, self.start = c, world, device, start
+        self.end_step, self.file, self.wandb = c["stop_steps"] or c["max_steps"], None, None
+        due = [0] * bool(c["init_from"]) + c["milestones"]
+        records = world.from_rank0(lambda: read_metrics(folder / "metrics.jsonl", start, due))
+        self.evaluated = {r["step"] for r in records if r["kind"] == "eval"}
+        if world.rank == 0:
+            with atomic_file(folder / "metrics.jsonl", "w") as out:
+                out.write("".join(to_json(record) + "\n" for record in records))
+            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        if f.wandb and world.rank == 0:
+            import wandb
+            self.wandb = wandb.init(project=f.wandb, name=c["name"], config=c, resume="allow",
+                                    id=hashlib.sha1(c["name"].encode()).hexdigest()[:16])
+        self.began = self.mark = self.spoken = time.monotonic()
+        self.pending, self.done, self.spent = [], 0, 0.0  # steps and seconds of this process, the first ones left out
+        self.every = 1 if device.type == "cpu" else 10  # reading a loss waits for the GPU: not at every step
+
+    def write(self, kind: str, n: int, **facts) -> None:
+        if self.file:
+            record = dict(kind=kind, step=n, tokens=n * self.c["tokens_per_step"], **facts,
+                          seconds=round(time.monotonic() - self.began, 3))
+            self.file.write(to_json(record) + "\n")
+            self.file.flush()
+            if self.wandb:
+                self.wandb.log({k: v for k, v in record.items() if isinstance(v, (int, float))}, step=n)
+
+    def step(self, n: int, lr: float, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        self.pending.append((n, lr, loss, norm))
+        if len(self.pending) >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the steps that wait. Raises Failed at a loss or gradient norm that is not finite."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        losses = torch.stack([loss for _, _, loss, _ in pending])
+        if self.world.ranks > 1:
+            dist.all_reduce(losses)
+            losses /= self.world.ranks
+        norms = torch.stack([norm for *_, norm in pending]).tolist()
+        now = time.monotonic()
+        seconds = now - self.mark
+        if pending[0][0] > self.start + 1:  # compilation and warm-up tell nothing about the time left
+            self.done, self.spent = self.done + len(pending), self.spent + seconds
+        rate = self.c["tokens_per_step"] * len(pending) / seconds
+        for (n, lr, *_), loss, norm in zip(pending, losses.tolist(), norms):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self.diverged(n, "the loss or the gradient norm")
+            self.write("train", n, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=round(rate, 1),
+                       peak_memory_bytes=peak_memory(self.device))
+        if now - self.spoken > 5 or n in (self.start + 1, self.end_step):
+            left = "estimating time"
+            if self.done:
+                left = f"{human_time((self.end_step - n) * self.spent / self.done)} left"
+            say(f"step {n:>6,}/{self.end_step:,}  loss {loss:.4f}  lr {lr:.2e}  |g| {norm:.3f}  {rate:,.0f} tokens/s  "
+                f"{left}")
+            self.spoken = now
+        self.mark = time.monotonic()
+
+    def sync(self) -> None:
+        """Have the records as safe on the disk as the checkpoint that is about to count on them."""
+        self.flush()
+        if self.file:
+            os.fsync(self.file.fileno())
+
+    def evaluation(self, n: int, result: dict) -> None:
+        facts = {k: v for k, v in result.items() if k != "window_nll"}
+        self.write("eval", n, **facts, milestone=True, split="val", data_fingerprint=self.c["data_fingerprint"])
+        line = f"step {n:>6,}  validation NLL {result['nll']:.5f}  perplexity {result['ppl'] or math.inf:.3f}"
+        if result["bits_per_byte"]:
+            line += f"  bits/byte {result['bits_per_byte']:.4f}"
+        if result["js_mean"] is not None:
+            line += f"  JS {result['js_mean']:.4f}"
+        say(line)
+
+    def diverged(self, n: int, what: str) -> typing.NoReturn:
+        self.end("diverged", n, why=f"{what} is not finite")
+        raise Failed(f"{self.c['name']}: {what} of step {n:,} is not finite; the run is marked diverged, and what its "
+                     "last checkpoint holds, if there is one, is finite")
+
+    def end(self, status: str, n: int, **facts) -> str:
+        self.write("end", n, status=status, **facts)
+        self.sync()
+        self.close()
+        return status
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
 def open_run_data(c: dict, f: Flags, world: World):
-    """The data folder of a run, checked against what the run asks of it; fills in the settings that depend on it."""
+    """(data folder, windows of an evaluation, whether those are all that was asked for), checked against what the run
+    asks of it; fills in the settings that depend on it. Raises BadInput."""
     folder = Path(c["data"])
-    if not folder.exists() and not f.data and f.scale == "nano":
-        def make():
-            say(world, f"{folder} is missing: preparing the bundled corpus")
-            subprocess.run([sys.executable, str(ROOT / "prepare.py"), "--source=demo", f"--out={folder}"], check=True)
-        world.from_rank0(make)
-    world.from_rank0(lambda: open_data(folder) and None)  # one rank says what is wrong with it; open files do not travel
+    if f.data is None and f.scale == "nano" and not (folder / "meta.json").exists():
+        say(f"{folder} is missing: preparing the bundled corpus")  # or waiting for another that does
+        world.from_rank0(lambda: prepare.main(["--source=demo", f"--out={folder}"]))
+    world.from_rank0(lambda: open_data(folder) and None)  # one rank says what is wrong; open files do not travel
     data = open_data(folder)
     windows, enough = evaluation.slice_windows(data, "val", c["context"], c["eval_tokens"])
-    strict = f.scale in ("S", "M")
-    have = data.meta["splits"]
-    if not enough and strict and f.eval_tokens is None:
-        raise BadInput(f"{folder}: validation holds {have['val']['tokens']:,} tokens, the paper's slice is {c['eval_tokens']:,}; prepare "
-                       "3 shards or more (python prepare.py --shards=3: about 2.24 B training and 11.4 M validation tokens), or pass --eval_tokens")
-    need = (c["stop_steps"] or c["max_steps"]) * c["tokens_per_step"]
-    if need > have["train"]["tokens"] and strict and not f.repeat_data:
-        raise BadInput(f"{folder}: {need:,} training tokens are asked for and {have['train']['tokens']:,} are there; prepare more shards (1: about "
-                       "0.75 B, 2: 1.49 B, 3: 2.24 B, 14: 9.9 B), lower --max_tokens, or pass --repeat_data to train in epochs")
+    splits, need = data.meta["splits"], (c["stop_steps"] or c["max_steps"]) * c["tokens_per_step"]
+    if f.scale in ("S", "M") and not enough and f.eval_tokens is None:
+        raise BadInput(f"{folder}: validation holds {splits['val']['tokens']:,} tokens, the paper's slice is "
+                       f"{c['eval_tokens']:,}; prepare 3 shards or more (python prepare.py --shards=3: about 2.24 B "
+                       "training and 11.4 M validation tokens), or pass --eval_tokens")
+    if f.scale in ("S", "M") and need > splits["train"]["tokens"] and not f.repeat_data:
+        raise BadInput(f"{folder}: {need:,} training tokens are asked for and {splits['train']['tokens']:,} are there; "
+                       "prepare more shards (1: about 0.75 B, 2: 1.49 B, 3: 2.24 B, 14: 9.9 B), lower --max_tokens, or "
+                       "pass --repeat_data to train in epochs")
     c.update(eval_tokens=windows * c["context"], vocab_size=data.vocab_size, data_fingerprint=data.fingerprint,
              tokenizer_sha256=data.meta["tokenizer_sha256"])
     return data, windows, enough
 
 
 def build_model(c: dict, device: torch.device, begin: bool = True) -> GPT:
-    """The model of config `c` on `device`, with `begin` at its starting weights."""
-    model = GPT(evaluation.model_config(c), seed=c["seed"])
+    """The model of config `c` on `device`, with `begin` at its starting weights. Raises BadInput."""
+    model = GPT(evaluation.model_config(c), seed=c["seed"] if begin else None)
     if c["init_from"] and begin:
-        state, parent, _ = evaluation.load_state(Path(c["init_from"]))
-        differ = [f"{k} is {parent[k]} there and {c[k]} here" for k in ("n_head", "block_layers", "tokenizer_sha256") if parent[k] != c.get(k, parent[k])]
-        if differ:
-            raise BadInput(f"--init_from={c['init_from']}: the weights would mean something else, {'; '.join(differ)}")
-        try:
-            model.load_from(state)
-        except ValueError as e:
-            raise BadInput(f"--init_from={c['init_from']}: {e}") from None
-        far = logits_apart((model.config, model.state_dict()), (evaluation.model_config(parent), state))
-        if far > 1e-5:
-            raise BadInput(f"--init_from={c['init_from']}: {c['arch']} with these weights does not compute what {parent['arch']} "
-                           f"does (logits differ by {far:.2g} of their norm)")
+        load_parent(model, c)
     if c["freeze"]:
-        hit = [p.requires_grad_(False) for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, c["freeze"])]
-        if not hit or not any(p.requires_grad for p in model.parameters()):
+        frozen = [name for name, _ in model.named_parameters() if fnmatch.fnmatchcase(name, c["freeze"])]
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        if not frozen or not any(p.requires_grad for p in model.parameters()):
             names = [n for n, _ in model.named_parameters() if n.startswith(("layers.1.", "out", "wte"))]
-            raise BadInput(f"--freeze={c['freeze']} matches {'every' if hit else 'no'} parameter; names look like {', '.join(names)}")
+            raise BadInput(f"--freeze={c['freeze']} matches {'every' if frozen else 'no'} parameter; names look like "
+                           f"{', '.join(names)}")
     return model.to(device)
+
+
+def load_parent(model: GPT, c: dict) -> None:
+    """Take the weights of the run `init_from`. Raises BadInput unless the model then computes what that run does."""
+    state, parent, _ = evaluation.load_state(Path(c["init_from"]))
+    what = f"--init_from={c['init_from']}"
+    differ = [f"{k} is {parent[k]} there and {c[k]} here" for k in ("n_head", "block_layers", "tokenizer_sha256")
+              if k in c and parent.get(k) != c[k]]
+    if differ:
+        raise BadInput(f"{what}: the weights would mean something else, {'; '.join(differ)}")
+    try:
+        model.load_from(state)
+    except ValueError as e:
+        raise BadInput(f"{what}: {e}") from None
+    far = logits_apart((model.config, model.state_dict()), (evaluation.model_config(parent), state))
+    if not far <= 1e-5:
+        raise BadInput(f"{what}: {c['arch']} with these weights does not compute what {parent['arch']} does (logits "
+                       f"differ by {far:.2g} of their norm)")
 
 
 def starting_hash(model: GPT) -> str:
@@ -667,206 +881,213 @@ def starting_hash(model: GPT) -> str:
     return digest.hexdigest()[:16]
 
 
-def describe(c: dict, f: Flags, model: GPT, data, windows: int, enough: bool) -> list[str]:
+def describe(c: dict, f: Flags, model: GPT, data, enough: bool) -> list[str]:
     """What is about to run, every number with where it comes from."""
     n, B, T, tps = model.count(), c["batch_size"], c["context"], c["tokens_per_step"]
-    usual = SCALES[c["scale"]]
-    same_shape = all(c[k] == usual[k] for k in ("n_layer", "n_embd", "n_head"))
-    train_tokens = data.meta["splits"]["train"]["tokens"]
+    train_tokens, val_tokens = (data.meta["splits"][split]["tokens"] for split in ("train", "val"))
     used = (c["stop_steps"] or c["max_steps"]) * tps
-    groups = [f"{g['kind']} {sum(p.numel() for p in g['params']):,} in {len(g['params'])} tensors (decay {g['weight_decay']:g})"
-              for g in model.param_groups(c["lr"], c["weight_decay"], c["route_lr_mult"])]
+    parameters = f"{n['total']:,}, of them {n['routing']:,} in routes"
+    if n["frozen"]:
+        parameters += f", {n['frozen']:,} frozen"
+    if c["scale"] in ("S", "M") and c["vocab_size"] != SCALES[c["scale"]]["vocab_size"]:
+        parameters += f" (not the paper's count: vocabulary {c['vocab_size']:,})"
+    groups = [f"{g['kind']} {sum(p.numel() for p in g['params']):,} in {len(g['params'])} tensors (decay "
+              f"{g['weight_decay']:g})" for g in model.param_groups(c["lr"], c["weight_decay"], c["route_lr_mult"])]
+    schedule = (f"{c['max_steps']:,} steps = {c['max_tokens']:,} tokens, warm-up {c['warmup_steps']:,}, peak lr "
+                f"{c['lr']:g}, end {c['lr'] * c['min_lr_ratio']:g}; evaluated after "
+                f"{', '.join(f'{m:,}' for m in c['milestones'])}")
+    if c["stop_steps"]:
+        schedule += f"; stops at step {c['stop_steps']:,}, mid-schedule"
+    evaluated = f"{c['eval_tokens'] // T:,} windows x {T:,} = {c['eval_tokens']:,} tokens of {val_tokens:,}"
+    if not enough:
+        evaluated += f" (all there is; {f.eval_tokens or usual('eval_tokens', f.scale):,} were asked for)"
     return [
         f"run         {c['name']}: {find_arm(c['arch']).idea}",
-        f"parameters  {n['total']:,}, of them {n['routing']:,} in routes" + (f", {n['frozen']:,} frozen" if n["frozen"] else "")
-        + (f" (not the paper's count: vocabulary {c['vocab_size']:,} instead of {usual['vocab_size']:,})"
-           if c["scale"] in ("S", "M") and same_shape and c["vocab_size"] != usual["vocab_size"] else ""),
-        f"optimiser   AdamW ({c['beta1']}, {c['beta2']}), clip {c['grad_clip']:g}: " + "; ".join(groups),
-        f"tokens/step {B} sequences x {T:,} = {tps:,}: {B // c['ranks'] // c['micro_batch']} micro-batch(es) of {c['micro_batch']} on "
-        f"{c['ranks']} rank(s)",
-        f"schedule    {c['max_steps']:,} steps = {c['max_tokens']:,} tokens, warm-up {c['warmup_steps']:,}, peak lr {c['lr']:g}, end "
-        f"{c['lr'] * c['min_lr_ratio']:g}; evaluated after {', '.join(f'{m:,}' for m in c['milestones'])}"
-        + (f"; stops at step {c['stop_steps']:,}, mid-schedule" if c["stop_steps"] else ""),
-        f"data        {c['data']} {c['data_fingerprint']}: {train_tokens:,} training tokens, {used / train_tokens:.2f} epochs",
-        f"evaluation  {windows:,} windows x {T:,} = {windows * T:,} tokens of {data.meta['splits']['val']['tokens']:,} in validation"
-        + ("" if enough else f" (all there is; {f.eval_tokens or PROTOCOL[f.scale]['eval_tokens']:,} were asked for)"),
-        f"compute     {c['device_name'] or c['device']}, {c['dtype']} ({c['dtype_reason']}), residual stream "
-        f"{c['residual_dtype'] or c['dtype']}, routes {c['backend']} ({c['backend_reason']})" + (", compiled" if c["compile"] else ""),
+        f"parameters  {parameters}",
+        f"optimiser   AdamW ({c['beta1']}, {c['beta2']}), clip {c['grad_clip']:g}: {'; '.join(groups)}",
+        f"tokens/step {B} sequences x {T:,} = {tps:,}: {B // c['ranks'] // c['micro_batch']} micro-batch(es) of "
+        f"{c['micro_batch']} on {c['ranks']} rank(s)",
+        f"schedule    {schedule}",
+        f"data        {c['data']} {c['data_fingerprint']}: {train_tokens:,} training tokens, {used / train_tokens:.2f} "
+        "epochs",
+        f"evaluation  {evaluated}",
+        f"compute     {c['device_name'] or c['device']}, {c['threads']} thread(s), {c['dtype']} ({c['dtype_reason']}), "
+        f"residual stream {c['residual_dtype'] or c['dtype']}, routes {c['backend']} ({c['backend_reason']})"
+        + (", compiled" if c["compile"] else ""),
     ]
 
 
-def run_one(f: Flags, world: World, device: torch.device) -> str:
-    """Train or continue one run; returns complete, stopped, diverged, or done when it already was."""
-    c = resolve(f, device, world.ranks)
+def check_resume(old: dict, new: dict, folder: Path, code: bool) -> list[str]:
+    """Lines about settings that changed harmlessly since the run began. Raises BadInput listing what must not change,
+    with `code` what the code computes as well."""
+    if old.get("name") != new["name"]:
+        raise BadInput(f"{folder} is the folder of another run: its config.json says {old.get('name')}")
+    bad = [f"{k}: {old[k]} before, {new[k]} now" for k in SAME if k in old and old[k] != new[k]]
+    if code and old.get("data_order") not in (None, new["data_order"]):
+        bad.append(f"the code: the order of the data was {old['data_order']} before, is {new['data_order']} now")
+    probes = old.get("probe") or {}
+    for arch, now in new["probe"].items() if code and "data_order" in old else ():  # an older probe was in float32
+        if arch in probes and not np.allclose(probes[arch], now, rtol=1e-9, atol=0):
+            bad.append(f"the code: on a fixed tiny model, arm {arch} gave {probes[arch]} before, {list(now)} now")
+    if bad:
+        raise BadInput(f"{folder} was begun with other settings and cannot be continued with these; use --tag for a "
+                       "new run, or move the folder away\n" + "\n".join(bad))
+    return [f"{k}: {old[k]} before, {new[k]} now" for k in MAY_DIFFER if k in old and old[k] != new[k]]
+
+
+def run_one(f: Flags, c: dict, world: World, device: torch.device) -> str:
+    """Train or continue one run; returns complete, stopped, or done when it already was. Raises BadInput and Failed."""
     folder = Path(c["out"]) / c["name"]
-    if world.from_rank0(lambda: last_status(folder)) == "diverged":
-        raise Failed(f"{folder} diverged; the same command would diverge again: change a setting, or delete the folder")
+    if f.wandb and not importlib.util.find_spec("wandb"):
+        raise BadInput("--wandb needs the package: pip install wandb")
     data, windows, enough = open_run_data(c, f, world)
     with claim(folder / "lock", str(folder), f.force) if world.rank == 0 else contextlib.nullcontext():
         c.update(provenance(), kernel_sha256=sha256_of(ROOT / "route_kernel.py") if c["backend"] == "fused" else None)
-        old = world.from_rank0(lambda: read_json(folder / "config.json") if (folder / "config.json").exists() else None)
-        status = world.from_rank0(lambda: last_status(folder) or (folder / "ckpt.pt").exists() and "begun")
-        if old is None or status != "complete":  # a finished run is skipped without training the probe's models
-            c["probe"] = world.from_rank0(probe)
-        if old is not None and status:
+        status = world.from_rank0(lambda: last_status(folder))
+        if status == "diverged":
+            raise Failed(f"{folder} diverged; the same command would diverge again: change a setting, or delete the "
+                         "folder")
+        begun = world.from_rank0(lambda: status or (folder / "ckpt.pt").exists())
+        if status != "complete":  # a finished run is skipped without training the probe's models
+            c["probe"] = {arch: list(probe(arch)) for arch in ("block", c["arch"])}
+            batches = Batches(data.bins["train"], c["context"], c["batch_size"], c["seed"], c["vocab_size"])
+            c["data_order"] = batches.digest()
+        if begun:
+            old = world.from_rank0(lambda: read_json(folder / "config.json"))
             changed = check_resume(old, c, folder, code=status != "complete")
             if status == "complete":
-                say(world, f"{c['name']} is complete: skipped")
+                say(f"{c['name']} is complete: skipped")
                 return "done"
             for line in changed:
-                say(world, f"continued with another {line}")
+                say(f"continued with another {line}")
             if changed and world.rank == 0:
                 write_json(folder / "config.json", {**old, "resumed": old.get("resumed", []) + changed})
         try:
-            return train(f, c, folder, world, device, data, windows, enough)
+            return train(f, c, folder, world, device, data, windows, enough, batches)
         except (RuntimeError, MemoryError) as e:
-            raise out_of_memory(e, c["micro_batch"]) or e
+            problem = out_of_memory(e, c["micro_batch"])
+            if problem is None:
+                raise
+            if world.ranks > 1:  # the others wait for this rank: the job ends, it does not go on to the next run
+                print(f"error: rank {world.rank}: {problem}", file=sys.stderr, flush=True)
+                os._exit(1)
+            raise problem from None
 
 
-def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, data, windows: int, enough: bool) -> str:
-    if c["deterministic"]:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    state, start = evaluation.load_checkpoint(folder), 0
+def begin(c: dict, folder: Path, device: torch.device, data, world: World):
+    """(model, optimizer, steps done): at the run's checkpoint, or at its start, written down in the folder. Raises
+    BadInput for a checkpoint of another run, and where the disk is too full for the next ones."""
+    state = evaluation.load_checkpoint(folder)
+    if state and (state.get("name"), state["arch"]) != (c["name"], c["arch"]):
+        raise BadInput(f"{folder}: its checkpoint is that of another run, {state.get('name')}; move it away")
     model = build_model(c, device, begin=state is None)
-    counts = model.count()
-    c.update(n_params=counts["total"], n_params_route=counts["routing"], n_params_frozen=counts["frozen"])
+    if state:
+        try:
+            model.load_state_dict(state["model"])
+        except RuntimeError:
+            raise BadInput(f"{folder}: its checkpoint holds other parameters than its config.json asks for") from None
     optimizer = make_optimizer(model, c)
-    autocast = evaluation.make_autocast(device, c["dtype"])
-    if state is None:
-        c["init_sha256"] = starting_hash(model)
-        if world.rank == 0:
-            write_json(folder / "config.json", c)
-            if c["git_dirty"]:  # what the commit alone does not tell
-                diff = subprocess.run(["git", "-C", str(ROOT), "diff", "HEAD"], capture_output=True).stdout
-                with atomic_file(folder / "diff.patch") as out:
-                    out.write(diff)
-    else:
-        model.load_state_dict(state["model"])
+    if state:
         optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-        c["init_sha256"] = read_json(folder / "config.json").get("init_sha256")
-        del state
-    need = 12 * counts["total"] * (f.keep + 1 + f.keep_milestones * len(c["milestones"])) + 250 * c["max_steps"]
-    free = shutil.disk_usage(folder).free
+        return model, optimizer, state["step"]
+    counts = model.count()
+    c.update(n_params=counts["total"], n_params_route=counts["routing"], n_params_frozen=counts["frozen"],
+             init_sha256=starting_hash(model))
+    if world.rank == 0:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a start that left no checkpoint
+        with atomic_file(folder / "tokenizer.json") as out:
+            out.write((data.path / "tokenizer.json").read_bytes())
+        if c["git_dirty"]:  # what the commit alone does not tell
+            with atomic_file(folder / "diff.patch") as out:
+                out.write(git("diff", "HEAD"))
+        write_json(folder / "config.json", c)
+    return model, optimizer, 0
+
+
+def check_disk(f: Flags, c: dict, folder: Path, model: GPT) -> None:
+    """Raise BadInput unless `folder` has room for the checkpoints and logs to come."""
+    checkpoints = f.keep + 1 + (len(c["milestones"]) if f.keep_milestones else 0)
+    need, free = 12 * model.count()["total"] * checkpoints + 250 * c["max_steps"], shutil.disk_usage(folder).free
     if free < need:
         raise BadInput(f"{folder}: checkpoints and logs need {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
-    for line in describe(c, f, model, data, windows, enough):
-        say(world, line)
-    if world.rank == 0:
-        from stats import launch_report
-        for line in launch_report(c, c["out"]):
-            print(f"pairs       {line}")
-        if start:
-            print(f"continuing after step {start:,}")
+
+
+def finite(values: typing.Iterable[torch.Tensor]) -> bool:
+    return all(torch.isfinite(x).all().item() for x in values)
+
+
+def announce(f: Flags, c: dict, model: GPT, data, enough: bool, start: int) -> None:
+    from stats import launch_report
+    for line in describe(c, f, model, data, enough):
+        say(line)
+    for line in launch_report(c, c["out"]):
+        say(f"pairs       {line}")
+    if start:
+        say(f"continuing after step {start:,}")
+
+
+def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, data, windows: int, enough: bool,
+          batches: Batches) -> str:
+    """The run of config `c`, from its start or its checkpoint; returns complete or stopped. Raises Failed where it
+    diverges. Whatever it ends by, the same call continues it to the same bytes."""
+    torch.use_deterministic_algorithms(c["deterministic"])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model, optimizer, start = begin(c, folder, device, data, world)
+    world.from_rank0(lambda: check_disk(f, c, folder, model))
+    announce(f, c, model, data, enough, start)
     if c["compile"]:
         compile_layers(model)
     network = model
     if world.ranks > 1:
-        network = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
-                                                            gradient_as_bucket_view=True)
-    micro, end, tps = c["micro_batch"], c["stop_steps"] or c["max_steps"], c["tokens_per_step"]
+        network = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
+            broadcast_buffers=False)
+    micro, end = c["micro_batch"], c["stop_steps"] or c["max_steps"]
     count = c["batch_size"] // world.ranks // micro
-    token_bytes = data.token_bytes()
-
-    def measure(windows: int, label: str | None = None):
-        return evaluation.evaluate(model, data, "val", windows, f.eval_batch or micro, device, autocast, token_bytes,
-                                   world.rank, world.ranks, world.stop, label)
-    measure(min(windows, 2 * (f.eval_batch or micro) * world.ranks), "rehearsal")  # what would fail at the first milestone fails now
-    batches = Batches(data.path / "train.bin", c["context"], c["batch_size"], c["seed"])
-    metrics = Metrics(folder / "metrics.jsonl", start) if world.rank == 0 else None
-    evaluated = world.from_rank0(lambda: metrics.evaluated)
-    log = None
-    if f.wandb and world.rank == 0:
-        import wandb
-        log = wandb.init(project=f.wandb, name=c["name"], config=c, resume="allow", id=hashlib.sha1(c["name"].encode()).hexdigest()[:16])
-
-    began = mark = spoken = time.monotonic()
-    pending, done, spent = [], 0, 0.0  # steps since the last flush; steps and seconds of this process, first steps left out
-    every = 1 if device.type == "cpu" else 10  # reading a loss waits for the GPU: not at every step
-
-    def flush() -> float | None:
-        """Write the steps since the last flush; the step of a loss or gradient that is not finite, if any."""
-        nonlocal pending, mark, done, spent, spoken
-        if not pending:
-            return None
-        losses = torch.stack([loss for _, _, loss, _ in pending])
-        if world.ranks > 1:
-            dist.all_reduce(losses)
-            losses /= world.ranks
-        losses, norms = losses.tolist(), torch.stack([norm for *_, norm in pending]).tolist()
-        now = time.monotonic()
-        seconds = now - mark
-        if pending[0][0] > start + 1:  # the first flush holds compilation and warm-up: not for the time left
-            done, spent = done + len(pending), spent + seconds
-        rate = tps * len(pending) / seconds
-        bad = None
-        for (n, lr, _, _), loss, norm in zip(pending, losses, norms):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                bad = n
-                break
-            if metrics:
-                record = dict(kind="train", step=n, tokens=n * tps, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=round(rate, 1),
-                              peak_memory_bytes=peak_memory(device), seconds=round(now - began, 3))
-                metrics.write(**record)
-                if log:
-                    log.log(record, step=n)
-        if world.rank == 0 and bad is None and (now - spoken > 5 or n in (start + 1, end)):
-            left = f"{human_time((end - n) * spent / done)} left" if done else "estimating time"
-            print(f"step {n:>6,}/{end:,}  loss {loss:.4f}  lr {lr:.2e}  |g| {norm:.3f}  {rate:,.0f} tokens/s  {left}", flush=True)
-            spoken = now
-        pending, mark = [], time.monotonic()
-        return bad
-
-    def finish(status: str, n: int, **more) -> str:
-        if metrics:
-            metrics.write(kind="end", status=status, step=n, tokens=n * tps, seconds=round(time.monotonic() - began, 3), **more)
-            metrics.close()
-        if log:
-            log.finish()
-        batches.close()
-        return status
-
-    def milestone(n: int) -> bool:
-        """Measure the whole slice after step n; False when a signal cut it short."""
-        nonlocal mark
-        result = measure(windows)
-        if result is None:
-            return False
-        if world.rank == 0:
-            evaluation.store(folder, result, c["name"], "val", n, n * tps, c["backend"], c["data_fingerprint"])
-            facts = {k: v for k, v in result.items() if k != "window_nll"}
-            metrics.write(kind="eval", step=n, tokens=n * tps, **facts, milestone=True, split="val", seconds=round(time.monotonic() - began, 3))
-            bpb, js = result["bits_per_byte"], result["js_mean"]
-            print(f"step {n:>6,}  validation NLL {result['nll']:.5f}  perplexity {result['ppl']:.3f}"
-                  + (f"  bits/byte {bpb:.4f}" if bpb else "") + (f"  JS {js:.4f}" if js is not None else ""), flush=True)
-            if log:
-                log.log({k: v for k, v in facts.items() if not isinstance(v, list)}, step=n)
-        mark = time.monotonic()
-        return True
-
-    due = [0] if c["init_from"] and start == 0 else [start] if start in c["milestones"] else []
-    if any(n not in evaluated and not milestone(n) for n in due):  # step 0 of a run that starts from another's weights,
-        return finish("stopped", start)                            # or a milestone saved but not yet measured
-    for n in range(start + 1, end + 1):
-        loss = accumulate(network, batches.micro(n - 1, micro, world.rank, world.ranks), count, device, autocast)
-        lr = lr_at(n, c["max_steps"], c["warmup_steps"], c["lr"], c["min_lr_ratio"])
-        pending.append((n, lr, loss, update(model, optimizer, lr, c["grad_clip"])))
-        stop = world.stop()
-        save = bool(stop) or n in c["milestones"] or n % f.ckpt_every == 0
-        if save or len(pending) >= every:
-            bad = flush()
-            if bad is not None:
-                finish("diverged", bad, why="the loss or the gradient norm is not finite")
-                raise Failed(f"{c['name']}: the loss or the gradient norm of step {bad:,} is not finite; the run is marked diverged"
-                             + (f", its last good checkpoint is {folder / 'ckpt.pt'}" if (folder / "ckpt.pt").exists() else ""))
-        if save and world.rank == 0:  # before the evaluation: what has been trained is safe first
-            save_checkpoint(folder, c, f.keep, f.keep_milestones, model, optimizer, n)
-            mark = time.monotonic()
-        if stop or n in c["milestones"] and not milestone(n):
-            return finish("stopped", n)
-    say(world, f"{c['name']}: done in {human_time(time.monotonic() - began)}")
-    return finish("complete", end)
+    autocast, batch = evaluation.make_autocast(device, c["dtype"]), f.eval_batch or micro
+    measure = functools.partial(evaluation.evaluate, model, data, "val", batch=batch, device=device, autocast=autocast,
+                                token_bytes=data.token_bytes(), rank=world.rank, ranks=world.ranks, stop=world.stop)
+    measure(min(windows, 2 * batch * world.ranks), label="rehearsal")  # what would fail at a milestone fails now
+    log = Log(folder, c, f, world, device, start)
+    due = {0, *c["milestones"]} if c["init_from"] else set(c["milestones"])
+    try:
+        for n in range(start, end + 1):
+            if n > start:
+                # one step: batch, forward and backward, clip, step, log
+                lr = lr_at(n, c["max_steps"], c["warmup_steps"], c["lr"], c["min_lr_ratio"])
+                pairs = batches.micro(n - 1, micro, world.rank, world.ranks)
+                loss = accumulate(network, pairs, count, device, autocast)
+                norm = clip(optimizer, c["grad_clip"])
+                step(optimizer, lr)
+                log.step(n, lr, loss, norm)
+                stop = world.stop()
+                # save, before the evaluation: what has been trained is safe first
+                if stop or n in due or n % f.ckpt_every == 0:
+                    log.sync()
+                    if not finite(model.parameters()):
+                        log.diverged(n, "a weight")
+                    if world.rank == 0:
+                        save_checkpoint(folder, c, f, model, optimizer, n)
+                    log.mark = time.monotonic()
+                if stop:
+                    return log.end("stopped", n)
+            # evaluate, also what the checkpoint's step lacks of it
+            if n in due and n not in log.evaluated:
+                world.from_rank0(data.check)  # the text is still the one that training began with
+                result = measure(windows)
+                if result is None:
+                    return log.end("stopped", n)
+                if not math.isfinite(result["nll"]):
+                    log.diverged(n, "the evaluation")
+                if world.rank == 0:
+                    evaluation.store(folder, result, c["name"], "val", n, n * c["tokens_per_step"], c["backend"],
+                                     c["data_fingerprint"])
+                log.evaluation(n, result)
+        say(f"{c['name']}: done in {human_time(time.monotonic() - log.began)}")
+        return log.end("complete", end)
+    finally:
+        log.close()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -874,68 +1095,73 @@ def train(f: Flags, c: dict, folder: Path, world: World, device: torch.device, d
 
 
 def write_plan(members: list[Flags], configs: list[dict], out: Path) -> None:
-    """Add to runs/plan.json what this sweep is going to run, once."""
-    first, made = configs[0], provenance()
+    """Add to runs/plan.json what this sweep is going to run, once. Raises BadInput for a plan.json that is none."""
+    first, made, path = configs[0], provenance(), out / "plan.json"
     plan = dict(runs=[c["name"] for c in configs], arms=list(dict.fromkeys(c["arch"] for c in configs)),
-                seeds=list(dict.fromkeys(c["seed"] for c in configs)), scale=first["scale"], max_steps=first["max_steps"],
-                stop_steps=first["stop_steps"], primary=members[0].primary, margin=members[0].margin, started=made["started"], git_commit=made["git_commit"], command=made["command"])
-    for attempt in range(50):  # copies of one sweep start together: each waits for the other's short turn
+                seeds=list(dict.fromkeys(c["seed"] for c in configs)), scale=first["scale"],
+                max_steps=first["max_steps"], stop_steps=first["stop_steps"], primary=members[0].primary,
+                margin=members[0].margin, started=made["started"], git_commit=made["git_commit"],
+                command=made["command"])
+    with claim(out / ".plan.lock", "plan.json", wait=30):  # copies of one sweep start together
+        plans = read_json(path).get("plans") if path.exists() else []
+        if not isinstance(plans, list) or not all(isinstance(p, dict) and "runs" in p for p in plans):
+            raise BadInput(f"{path} holds no list of plans; move it away")
+        if plan["runs"] not in [p["runs"] for p in plans]:
+            write_json(path, dict(plans=[*plans, plan]))
+
+
+def resolve_all(members: list[Flags], device: torch.device, ranks: int) -> list[dict]:
+    """The settings of every member of a command. Raises BadInput naming all that is wrong with any."""
+    configs, problems, arms = [], [], [m.arch for m in members]
+    for m in members:
         try:
-            with claim(out / ".plan.lock", "plan.json"):
-                path = out / "plan.json"
-                plans = read_json(path)["plans"] if path.exists() else []
-                if not any(p["runs"] == plan["runs"] for p in plans):
-                    write_json(path, dict(plans=plans + [plan]))
-                return
-        except Busy:
-            time.sleep(0.1)
+            configs.append(resolve(m, device, ranks, arms))
+        except BadInput as e:
+            where = f" (--arch={m.arch} --scale={m.scale})" if len(members) > 1 else ""
+            problems += [f"{line}{where}" for line in str(e).splitlines()]
+    names = [c["name"] for c in configs]
+    problems += [f"{name} occurs {names.count(name)} times in this sweep" for name in names if names.count(name) > 1]
+    if problems:
+        raise BadInput("\n".join(dict.fromkeys(problems)))
+    return configs
 
 
 def run_sweep(members: list[Flags], world: World, device: torch.device) -> int:
     """Every member in turn; one that fails is reported and the others go on. Returns the exit code."""
-    configs, problems = [], []
-    for m in members:
-        try:
-            configs.append(resolve(m, device, world.ranks))
-        except BadInput as e:
-            problems += [f"{line} (--arch={m.arch} --scale={m.scale})" for line in str(e).splitlines()]
-    names = [c["name"] for c in configs]
-    problems += [f"{n} occurs {names.count(n)} times in this sweep" for n in dict.fromkeys(names) if names.count(n) > 1]
-    if problems:
-        raise BadInput("\n".join(dict.fromkeys(problems)))
-    if len(members) > 1:
-        world.from_rank0(lambda: write_plan(members, configs, Path(configs[0]["out"])))
+    configs = resolve_all(members, device, world.ranks)
+    if len(members) == 1:
+        run_one(members[0], configs[0], world, device)
+        return 128 + STOP["signal"] if STOP["signal"] else 0
+    world.from_rank0(lambda: write_plan(members, configs, Path(configs[0]["out"])))
     outcome = {}
     for i, (m, c) in enumerate(zip(members, configs)):
-        if len(members) > 1:
-            say(world, f"\n[{i + 1}/{len(members)}] {c['name']}")
+        say(f"\n[{i + 1}/{len(members)}] {c['name']}")
         try:
-            outcome[c["name"]] = run_one(m, world, device)
-        except (Busy, Failed, BadInput) as e:
-            if len(members) == 1:
-                raise
-            outcome[c["name"]] = "busy" if isinstance(e, Busy) else "failed"
-            say(world, f"{'left to its owner' if isinstance(e, Busy) else 'error'}: {e}")
+            status = run_one(m, c, world, device)
+        except Busy as e:
+            status = "busy"
+            say(f"left to its owner: {e}")
+        except (Failed, BadInput) as e:
+            status = "failed"
+            say(f"error: {e}")
+        outcome.setdefault(status, []).append(c["name"])
         if STOP["signal"]:
             break
         gc.collect()
         torch.cuda.empty_cache()
         torch._dynamo.reset()
-    if len(members) > 1:
-        kinds = {k: [n for n, s in outcome.items() if s == k] for k in dict.fromkeys(outcome.values())}
-        say(world, "\nsweep: " + "; ".join(f"{len(v)} {k}" for k, v in kinds.items())
-            + ("" if "failed" not in kinds else "\nfailed: " + ", ".join(kinds["failed"])))
-    if STOP["signal"]:
-        return 128 + STOP["signal"]
-    return 1 if "failed" in outcome.values() else 0
+    say("\nsweep: " + "; ".join(f"{len(names)} {status}" for status, names in outcome.items()))
+    untrained = outcome.get("failed", []) + outcome.get("busy", [])
+    if untrained:
+        say(f"not trained here: {', '.join(untrained)}")
+    return 128 + STOP["signal"] if STOP["signal"] else 1 if untrained else 0
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square product on this device: the peak that an MFU is measured against."""
     n = 8192 if device.type == "cuda" else 2048
-    a = torch.randn(n, n, device=device).to(dtype)
-    best = math.inf
-    for _ in range(5):
+    a, best = torch.randn(n, n, device=device).to(dtype), math.inf
+    for _ in range(20 if device.type == "cuda" else 5):  # a GPU's clock takes a while to rise
         t = time.perf_counter()
         (a @ a)[0, 0].item()
         best = min(best, time.perf_counter() - t)
@@ -945,172 +1171,173 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 class Bench:
     """One arm on random tokens, ready to time steps."""
 
-    def __init__(self, f: Flags, device: torch.device):
-        if f.batch_size is None and device.type == "cpu":  # a step of the paper's batch takes a CPU a minute
-            f.batch_size = f.micro_batch or 1
-        c = self.c = resolve(f, device, 1)
-        c["vocab_size"] = SCALES[f.scale]["vocab_size"]
-        self.device, self.model = device, build_model(c, device)
+    def __init__(self, c: dict, device: torch.device):
+        self.c, self.device = {**c, "vocab_size": SCALES[c["scale"]]["vocab_size"]}, device
+        torch.use_deterministic_algorithms(c["deterministic"])
+        self.model = build_model(self.c, device)
         if c["compile"]:
             compile_layers(self.model)
         self.optimizer, self.autocast = make_optimizer(self.model, c), evaluation.make_autocast(device, c["dtype"])
-        self.count = c["batch_size"] // c["micro_batch"]
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(c["vocab_size"], (c["micro_batch"], c["context"] + 1), generator=generator)
+        ids = torch.randint(self.c["vocab_size"], (c["micro_batch"], c["context"] + 1),
+                            generator=torch.Generator().manual_seed(0))
+        self.pair = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def seconds(self, steps: int) -> float:
+        """What so many steps take, by the clock."""
         sync = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        count = self.c["batch_size"] // self.c["micro_batch"]
         sync()
         t = time.perf_counter()
         for _ in range(steps):
-            pair = self.ids[:, :-1].contiguous(), self.ids[:, 1:].contiguous()
-            accumulate(self.model, [pair] * self.count, self.count, self.device, self.autocast)
-            update(self.model, self.optimizer, 1e-5, 1.0)
+            accumulate(self.model, [self.pair] * count, count, self.device, self.autocast)
+            clip(self.optimizer, 1.0)
+            step(self.optimizer, 1e-5)
         sync()
         return time.perf_counter() - t
 
 
-def to_argv(f: Flags) -> list[str]:
-    return [f"--{x.name}={getattr(f, x.name)}" for x in dataclasses.fields(f) if getattr(f, x.name) != x.default]
-
-
-def bench_worker(f: Flags, device: torch.device) -> None:
-    """Answer each line `steps` on stdin with a line of JSON: the seconds they took, and the peak memory so far."""
-    bench = Bench(f, device)
-    tell = lambda **facts: print("BENCH " + json.dumps(facts), flush=True)
+def bench_worker(c: dict, device: torch.device, parent) -> None:
+    """In a process of its own: answer each number of steps that comes through the pipe with (seconds that they took,
+    peak memory so far); the first answer, unasked, is the model's counts."""
+    bench = Bench(c, device)
     bench.seconds(2)
-    tell(seconds=bench.seconds(1), memory=peak_memory(device), tokens=bench.c["tokens_per_step"],
-         **{k: bench.c[k] for k in ("dtype", "backend", "micro_batch", "batch_size")}, **bench.model.count())
-    for line in sys.stdin:
-        tell(seconds=bench.seconds(int(line)), memory=peak_memory(device))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the others' turn
+    parent.send(bench.model.count())
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the parent has all it wants
+        while True:
+            parent.send((bench.seconds(parent.recv()), peak_memory(device)))
 
 
-def free_memory(device: torch.device) -> float:
-    """Bytes that may still be taken on `device`; where the system does not say, infinitely many."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError, TypeError):
-        return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
-    return math.inf
-
-
-def benchmark(members: list[Flags], device: torch.device) -> int:
-    """Time the members in turn, round by round, each in a process of its own; print ratios to the first one. Where
-    memory does not hold all of them at once, groups of them are timed, the first one in each."""
-    varied = [x.name for x in dataclasses.fields(Flags) if len({getattr(m, x.name) for m in members}) > 1] or ["arch"]
-    labels = [" ".join(str(getattr(m, v)) for v in varied) for m in members]
-    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; {members[0].rounds} interleaved rounds, "
-          "each arm in its own process, random tokens", flush=True)
-    workers, facts, rates, ratios = {}, {}, [[] for _ in members], [[] for _ in members]
-
-    def start(j: int) -> None:
-        workers[j] = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *to_argv(members[j])], stdin=subprocess.PIPE,
-                                      stdout=subprocess.PIPE, text=True, env=dict(os.environ, RD_BENCH_WORKER="1"))
-        facts[j] = ask(workers[j], None, labels[j])
-
-    def stop(j: int) -> None:
-        workers[j].kill()
-        workers.pop(j).wait()
-
+def ask(pipe, label: str):
+    """The next answer of a worker. Raises Failed where it has ended."""
     try:
-        start(0)
-        steps, todo = max(1, math.ceil(4.0 / facts[0]["seconds"])), list(range(1, len(members)))
-        while todo or not rates[0]:
-            while todo and (len(workers) == 1 or free_memory(device) > 2 * max(facts[j]["memory"] for j in workers)):
-                start(todo.pop(0))
-            for i in range(members[0].rounds):
-                now = {}
-                for j in list(workers)[::1 if i % 2 else -1]:  # turn about, so that no arm always comes first
-                    said = ask(workers[j], steps, labels[j])
-                    now[j], facts[j]["memory"] = steps * facts[j]["tokens"] / said["seconds"], said["memory"]
-                for j in workers:
-                    rates[j].append(now[j])
-                    ratios[j].append(now[j] / now[0])
-                print(f"round {i + 1}: " + "  ".join(f"{labels[j]} {now[j]:,.0f}" for j in workers), flush=True)
-            for j in [j for j in workers if j]:
-                stop(j)
-    finally:
-        for j in list(workers):
-            stop(j)
-    peak = {x["dtype"]: matmul_rate(device, getattr(torch, x["dtype"])) for x in facts.values()}
-    print(f"\n{steps} step(s) a round of {facts[0]['batch_size']} x {facts[0]['tokens'] // facts[0]['batch_size']:,} tokens, micro-batch "
-          f"{facts[0]['micro_batch']}; measured matrix product rate: " + ", ".join(f"{r / 1e12:.2f} TFLOP/s {d}" for d, r in peak.items()))
-    print(f"\n| {' '.join(varied)} | routes | tokens/s | ratio to {labels[0]} (min-max) | MFU | peak memory |\n|---|---|---|---|---|---|")
-    for j, label in enumerate(labels):
-        x, rate = facts[j], float(np.median(rates[j]))
-        mfu = rate * x["flops_per_token"] / peak[x["dtype"]]
-        routes = x["backend"] if x["routing"] else "none"
-        print(f"| {label} | {routes}, {x['dtype']} | {rate:,.0f} | {np.median(ratios[j]):.3f} ({min(ratios[j]):.3f}-{max(ratios[j]):.3f}) | "
-              f"{mfu:.1%} | {x['memory'] / 1e9:.2f} GB |")
-    print("\nMFU counts 6 FLOPs per matrix weight and token and causal attention's products; memory is "
-          + ("allocated on the GPU" if device.type == "cuda" else "resident, weights and optimiser included") + ".")
+        return pipe.recv()
+    except EOFError:
+        raise Failed(f"{label} ended during the benchmark, perhaps for lack of memory: all arms are in memory at once "
+                     "(fewer arms, or a smaller --micro_batch)") from None
+
+
+def benchmark(members: list[Flags], configs: list[dict], device: torch.device) -> int:
+    """Time the members in turn, round by round, each in a process of its own; print ratios to the first one."""
+    varied = [x.name for x in dataclasses.fields(Flags) if len({getattr(m, x.name) for m in members}) > 1] or ["arch"]
+    labels, rounds = [" ".join(str(getattr(m, v)) for v in varied) for m in members], members[0].rounds or 7
+    say(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}; {rounds} interleaved rounds, each "
+        "arm in its own process, random tokens")
+    context, pipes, facts, rates, steps = multiprocessing.get_context("spawn"), {}, {}, {}, 1
+    for label, c in zip(labels, configs):
+        pipes[label], theirs = context.Pipe()
+        context.Process(target=bench_worker, args=(c, device, theirs), daemon=True).start()
+        theirs.close()  # so that a worker's end is the end of its pipe
+        facts[label], rates[label] = {**c, **ask(pipes[label], label)}, []
+    for i in range(rounds + 1):  # the first round tells how many steps fill four seconds
+        for label in labels if i % 2 else reversed(labels):  # turn about, so that no arm always comes first
+            pipes[label].send(steps)
+            seconds, facts[label]["memory"] = ask(pipes[label], label)
+            rates[label].append(steps * facts[label]["tokens_per_step"] / seconds)
+        if i == 0:
+            steps = math.ceil(4 * rates[labels[0]].pop() / configs[0]["tokens_per_step"])
+            rates = {label: [] for label in labels}
+        else:
+            say(f"round {i}: " + "  ".join(f"{label} {rates[label][-1]:,.0f}" for label in labels))
+    report_benchmark(members[0], device, facts, rates, steps, " ".join(varied))
     return 0
 
 
-def ask(worker: subprocess.Popen, steps: int | None, label: str) -> dict:
-    if steps is not None:
-        worker.stdin.write(f"{steps}\n")
-        worker.stdin.flush()
-    for line in worker.stdout:
-        if line.startswith("BENCH "):
-            return json.loads(line[6:])
-    raise Failed(f"{label} ended during the benchmark with exit code {worker.wait()}")
+def report_benchmark(f: Flags, device: torch.device, facts: dict, rates: dict, steps: int, varied: str) -> None:
+    """Print the table of a benchmark, and write it where --out is a .json file (stats.py --speed reads it)."""
+    reference, x = next(iter(facts)), next(iter(facts.values()))
+    peaks = {y["dtype"]: matmul_rate(device, getattr(torch, y["dtype"])) for y in facts.values()}
+    peak_text = ", ".join(f"{rate / 1e12:.2f} TFLOP/s {dtype}" for dtype, rate in peaks.items())
+    say(f"\n{steps} step(s) a round of {x['batch_size']} x {x['tokens_per_step'] // x['batch_size']:,} tokens, "
+        f"micro-batch {x['micro_batch']}; measured matrix product rate: {peak_text}\n")
+    say(f"| {varied} | routes | tokens/s | ratio to {reference} (min-max) | MFU | peak memory |")
+    say("|---|---|---|---|---|---|")
+    arms = {}
+    for label, x in facts.items():
+        ratios = [rate / by for rate, by in zip(rates[label], rates[reference])]
+        rate, ratio = float(np.median(rates[label])), float(np.median(ratios))
+        mfu = rate * x["flops_per_token"] / peaks[x["dtype"]]
+        arms[label] = dict(ratio=ratio, ratio_min=min(ratios), ratio_max=max(ratios), tokens_per_s=rate, mfu=mfu,
+                           peak_memory_bytes=x["memory"], backend=x["backend"], dtype=x["dtype"])
+        say(f"| {label} | {x['backend'] if x['routing'] else 'none'}, {x['dtype']} | {rate:,.0f} | {ratio:.3f} "
+            f"({min(ratios):.3f}-{max(ratios):.3f}) | {mfu:.1%} | {x['memory'] / 1e9:.2f} GB |")
+    where = "allocated on the GPU" if device.type == "cuda" else "resident, weights and optimiser included"
+    say(f"\nMFU counts 6 FLOPs per matrix weight and token and causal attention's products; memory is {where}.")
+    if f.out.endswith(".json"):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        write_json(f.out, dict(reference=reference, scale=f.scale, device=name, rounds=len(rates[reference]),
+                               steps_a_round=steps, arms=arms, **provenance()))
 
 
 def dry_run(members: list[Flags], world: World, device: torch.device) -> int:
     """Say what each member would cost; the time is from one measured micro-batch."""
-    for m in members:
-        c = resolve(m, device, world.ranks)
-        b = Bench(dataclasses.replace(m, batch_size=c["micro_batch"], micro_batch=c["micro_batch"], max_tokens=None, max_steps=100,
-                                      stop_tokens=None), device)
-        b.seconds(1)
-        n, second = b.model.count(), b.seconds(1)
-        tokens = (c["stop_steps"] or c["max_steps"]) * c["tokens_per_step"]
-        disk = 12 * n["total"] * (m.keep + m.keep_milestones * len(c["milestones"])) + 250 * tokens // c["tokens_per_step"]
-        hours = tokens / (c["micro_batch"] * c["context"]) * second / world.ranks
-        print(f"{c['name']}: {n['total']:,} parameters, {tokens:,} tokens, {n['flops_per_token'] * tokens:.3g} FLOPs, about {human_time(hours)} here "
-              f"(one micro-batch of {c['micro_batch']} took {second:.2f} s), peak memory {peak_memory(device) / 1e9:.1f} GB, disk {disk / 1e9:.2f} GB", flush=True)
-        del b
+    for m, c in zip(members, resolve_all(members, device, world.ranks)):
+        if m.data:
+            open_data(m.data)
+        bench = Bench({**c, "batch_size": c["micro_batch"]}, device)
+        bench.seconds(1)
+        n, seconds = bench.model.count(), bench.seconds(1)
+        steps = c["stop_steps"] or c["max_steps"]
+        tokens = steps * c["tokens_per_step"]
+        checkpoints = m.keep + (len(c["milestones"]) if m.keep_milestones else 0)
+        disk = 12 * n["total"] * checkpoints + 250 * steps
+        total = tokens / (c["micro_batch"] * c["context"]) * seconds / world.ranks
+        say(f"{c['name']}: {n['total']:,} parameters, {tokens:,} tokens, {n['flops_per_token'] * tokens:.3g} FLOPs, "
+            f"about {human_time(total)} here (one micro-batch of {c['micro_batch']} took {seconds:.2f} s), peak memory "
+            f"{peak_memory(device) / 1e9:.1f} GB, disk {disk / 1e9:.2f} GB")
+        del bench
         gc.collect()
     return 0
 
 
-def main(argv: list[str]) -> int:
-    members: list[Flags] = parse_flags(Flags, argv, __doc__, lists=True)
-    problems = []
+def check_use(members: list[Flags]) -> None:
+    """Raise BadInput for an unknown arm, and for a flag that can have no effect in what is asked."""
+    problems, f = [], members[0]
     for m in members:
         try:
             m.arch = canonical(m.arch)
         except ValueError as e:
             problems.append(str(e))
+    if f.rounds and not f.benchmark:
+        problems.append("--rounds is of a benchmark: give --benchmark too")
+    if f.out.endswith(".json") != (f.benchmark and f.out != "runs"):
+        problems.append(f"--out={f.out}: a folder of runs, or with --benchmark a .json file")
+    if (f.primary or f.margin) and len(members) == 1:
+        problems.append("--primary and --margin stand in a sweep's plan.json: give several arms or seeds")
+    if f.primary and f.primary not in [m.arch for m in members]:
+        problems.append(f"--primary={f.primary} is no arm of this sweep")
+    if f.eval_batch and f.device == "cpu":
+        problems.append("--eval_batch has no effect on a CPU, which evaluates a window at a time")
     if problems:
         raise BadInput("\n".join(dict.fromkeys(problems)))
+
+
+def main(argv: list[str]) -> int:
+    members = parse_flags(Flags, argv, __doc__, lists=True)
+    check_use(members)
     members = list({dataclasses.astuple(m): m for m in members}.values())  # mhar and mhar:heads=2 are one
-    Flags.together = tuple(m.arch for m in members)
+    if any(m.deterministic for m in members):  # read at the first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = evaluation.pick_device(members[0].device)
     if device.type == "cpu":
         keep_freed_memory()
-    if os.environ.get("RD_BENCH_WORKER"):
-        bench_worker(members[0], device)
-        return 0
     if members[0].benchmark:
         for m in members:
-            resolve(m, device, 1)
-        return benchmark(members, device)
+            if m.batch_size is None and device.type == "cpu":  # a step of the paper's batch takes a CPU a minute
+                m.batch_size = m.micro_batch or 1
+        return benchmark(members, resolve_all(members, device, 1), device)
     heed_signals()
     world = World(device)
     try:
-        return dry_run(members, world, device) if members[0].dry_run else run_sweep(members, world, device)
+        code = dry_run(members, world, device) if members[0].dry_run else run_sweep(members, world, device)
     except BadInput:
         if world.rank:  # every rank finds the same; one says it
             sys.exit(2)
         raise
-    finally:
-        if world.ranks > 1:
-            dist.destroy_process_group()
+    if world.ranks > 1:
+        dist.destroy_process_group()  # after a clean end only: it waits for ranks that may be gone
+    return code
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = Patient(sys.stdout), Patient(sys.stderr)
     run_script(main)
