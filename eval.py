@@ -221,14 +221,13 @@ def pick_device(requested: str) -> torch.device:
         return device
     if os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0"):
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it"
         if torch.version.cuda is None:
             why = "this torch is a CPU build; see the README's install table"
         elif shown in ("", "-1"):
             why = f"none is visible to it, because CUDA_VISIBLE_DEVICES={shown!r}: unset that"
-        else:
-            why = f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it"
-            if shown is not None:
-                why += f", or CUDA_VISIBLE_DEVICES={shown!r} names none that is here"
+        elif shown is not None:
+            why += f", or CUDA_VISIBLE_DEVICES={shown!r} names none that is here"
         raise BadInput(f"an NVIDIA GPU is here but torch cannot use it: {why}, or pass --device=cpu")
     if requested == "cuda":
         raise BadInput("--device=cuda: no GPU is visible to torch")
@@ -656,8 +655,8 @@ def moves_of(arm: Arm, text: str) -> dict[str, str]:
     empty where a read would only get its own query. Raises ValueError."""
     reads = arm.reads
     if text == "swap":
-        pair = read_pair(arm)
-        return {pair[0]: pair[1], pair[1]: pair[0]} if pair else {}
+        pair = read_pair(arm) or ()
+        return dict(zip(pair, reversed(pair)))
     target, _, source = text.partition(":")
     if not re.fullmatch(r"uniform|source-?\d+|layer\d+|run=.+", source, re.ASCII):
         giver = serving(reads, source)
@@ -711,12 +710,11 @@ def given(state: dict, place: Place, source: str, own: torch.Tensor) -> torch.Te
         return s % place.n_sources if -place.n_sources <= s < place.n_sources else None
     if source.startswith("layer"):
         layer = int(source[5:])
-        prefix = prefix.replace(f"layers.{place.layer}.", f"layers.{layer}.")
+        prefix = f"layers.{layer}." + prefix.removeprefix(f"layers.{place.layer}.")  # the output's is in none
     elif not source.startswith("run="):  # another read of the attention
         feed, prefix = source, prefix.replace("mlp_read", "attn_read")
     for name, query in state.items():
-        fits = name.startswith(prefix) and set(feed) <= set(name[len(prefix):]) and query.shape == own.shape
-        if fits and (feed != "out" or layer == place.layer):  # which has no layers to choose from
+        if name.startswith(prefix) and set(feed) <= set(name[len(prefix):]) and query.shape == own.shape:
             return query.clone()
     whose = f"{source[4:]} has" if source.startswith("run=") else "there is"
     raise ValueError(f"{whose} no {feed} read in layer {layer} with a query of width {len(own)}")
