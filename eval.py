@@ -286,8 +286,9 @@ def load_state(folder: Path) -> tuple[dict, dict, int]:
     config, saved = read_json(folder / "config.json"), load_checkpoint(folder)
     if saved is None:
         raise BadInput(f"{folder} has no ckpt.pt: the run has not reached its first checkpoint")
-    if saved.get("name") not in (None, config.get("name")):
-        raise BadInput(f"{folder}: its checkpoint is that of another run, {saved['name']}")
+    name, arch = saved.get("name"), saved["arch"]
+    if name not in (None, config.get("name")) or arch != config.get("arch"):
+        raise BadInput(f"{folder}: its checkpoint is that of another run, {name or 'without a name'}, of {arch}")
     return saved["model"], config, saved["step"]
 
 
@@ -700,8 +701,8 @@ def plan(model: GPT, text: str, layers: list[int]) -> Change:
 
 
 def given(state: dict, place: Place, source: str, own: torch.Tensor) -> torch.Tensor | int | None:
-    """What `source` gives to the read at `place` in place of its `own` query, out of `state`: the model's, or that of the
-    run which `source` names. None for a source that is not there. Raises ValueError where it has no such query."""
+    """What `source` gives to the read at `place` in place of its `own` query, out of `state`: the model's, or that of
+    the run which `source` names. None for a source that is not there. Raises ValueError where it has no such query."""
     layer, feed, prefix = place.layer, place.feed, place.name.removesuffix(place.feed)
     if source == "uniform":
         return torch.zeros_like(own)

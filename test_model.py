@@ -2621,10 +2621,11 @@ def test_eval_js_divergence():
         assert evaluation.js_divergence(a, b).item() == pytest.approx(want, abs=1e-6)
 
 
-BAD_RUNS = {"missing": "does not exist", "no checkpoint": "has no ckpt.pt", "other shape": "does not fit its config.json",
-            "cut short": "does not load", "other tokenizer": "another tokenizer", "no setting": "lacks data",
-            "other run": "is that of another run, block", "wrong setting": "n_head", "not JSON": "not valid JSON",
-            "backup": "has no ckpt.pt"}
+BAD_RUNS = {"missing": "does not exist", "no checkpoint": "has no ckpt.pt", "backup": "has no ckpt.pt",
+            "cut short": "does not load", "other run": "is that of another run, block",
+            "other arm": "is that of another run, rd, of rd", "other shape": "does not fit its config.json",
+            "wrong setting": "n_head", "no setting": "lacks data", "not JSON": "not valid JSON",
+            "other tokenizer": "another tokenizer"}
 
 
 @pytest.mark.parametrize("what", BAD_RUNS)
@@ -2633,8 +2634,8 @@ def test_eval_bad_runs_are_found_before_the_work(own_run, tmp_path, what, capsys
     if what != "missing":
         shutil.copytree(own_run, folder)
         c, state = json.loads((folder / "config.json").read_text()), (folder / "ckpt.pt").read_bytes()
-        changes = {"other shape": {"n_embd": 64}, "other tokenizer": {"tokenizer_sha256": "0" * 64},
-                   "wrong setting": {"n_head": 5}}
+        changes = {"other shape": {"n_embd": 64}, "other arm": {"arch": "average"},
+                   "other tokenizer": {"tokenizer_sha256": "0" * 64}, "wrong setting": {"n_head": 5}}
         text = json.dumps({**c, **changes.get(what, {})})
         if what == "no setting":
             text = json.dumps({k: v for k, v in c.items() if k != "data"})
@@ -2715,7 +2716,8 @@ def test_eval_titles_are_wrapped_to_their_figure(tmp_path):
 def test_eval_interventions_equal_edited_weights(own_run, toy, capsys):
     """Each intervention gives, to the last bit, the NLL of a model whose parameters were edited by hand."""
     from scipy.stats import ttest_1samp
-    other = evaluation.load_state(own_run.parent / "block")[0]
+    block = own_run.parent / "block"
+    other = evaluation.load_state(block)[0]
 
     def edit(change):
         model, _, _ = evaluation.load_run(own_run, torch.device("cpu"))
@@ -2729,10 +2731,11 @@ def test_eval_interventions_equal_edited_weights(own_run, toy, capsys):
     model = evaluation.load_run(own_run, torch.device("cpu"))[0]
     third = {k: p.clone() for k, p in model.layers[3].attn_read.query.items()}
     edits = {"v:qk": lambda l, q, _: q["v"].copy_(q["qk"]), "qk:v": lambda l, q, _: q["qk"].copy_(q["v"]), "swap": swap,
-             "v:uniform": lambda l, q, _: q["v"].zero_(), "qkv:uniform": lambda l, q, _: [p.zero_() for p in q.values()],
+             "v:uniform": lambda l, q, _: q["v"].zero_(),
+             "qkv:uniform": lambda l, q, _: [p.zero_() for p in q.values()],
              "mlp:uniform": lambda l, q, m: m["mlp"].zero_(), "mlp:v": lambda l, q, m: m["mlp"].copy_(q["v"]),
              "qk:layer3": lambda l, q, _: q["qk"].copy_(third["qk"]),
-             f"v:run={own_run.parent / 'block'}/": lambda l, q, _: q["v"].copy_(other[f"layers.{l}.attn_read.query.qkv"])}
+             f"v:run={block}/": lambda l, q, _: q["v"].copy_(other[f"layers.{l}.attn_read.query.qkv"])}
     windows = 5
     before, few = measure_model(model, toy, windows), ["--eval_batch=20", f"--eval_tokens={16 * windows}"]
     eval_here(own_run, f"--intervene={', '.join(edits)}", *few)
@@ -2856,8 +2859,9 @@ def test_eval_bad_flags(own_run, arch, words, flags):
 
 def test_eval_interventions_of_every_arm(toy):
     """They go by what an arm declares; arms without queries over depth have none."""
-    for arch, text, feeds in (("q_kv", "swap", "q kv"), ("q_kv", "kv:q", "kv"), ("rd", "v:k", "v"), ("k_qv", "k:qv", "k"),
-                              ("q_k_v", "qk:v", "q k"), ("average", "qkv:uniform", "qk v"), ("q_k_v", "swap", "k v")):
+    for arch, text, feeds in (("q_kv", "swap", "q kv"), ("q_kv", "kv:q", "kv"), ("rd", "v:k", "v"),
+                              ("k_qv", "k:qv", "k"), ("q_k_v", "qk:v", "q k"), ("average", "qkv:uniform", "qk v"),
+                              ("q_k_v", "swap", "k v")):
         assert {(p.layer, p.feed) for p in evaluation.plan(tiny(arch), text, [1])} == {(1, f) for f in feeds.split()}
     for arch in ("full_rd", "mhar:heads=4", "lowrank:rank=8", "delta", "delta_block", "block_resformer"):
         model, (x, _) = stir(tiny(arch, n_layer=4)), tokens()
@@ -2914,7 +2918,7 @@ def test_eval_knows_the_arm_that_a_user_adds(toy, tmp_path, monkeypatch):
 
 
 def test_eval_other_evaluations_stay_out_of_the_statistics(toy_runs, toy, tmp_path, capsys, monkeypatch):
-    """Another split, number of tokens or data: stored beside the run, named so that stats.py takes only what it should."""
+    """Another split, number of tokens or data: stored beside the run, named so that stats.py takes what it should."""
     own_run = tmp_path / "rd"
     for arch in ("rd", "block"):
         shutil.copytree(the_run(toy_runs, arch), tmp_path / arch)
@@ -2923,7 +2927,8 @@ def test_eval_other_evaluations_stay_out_of_the_statistics(toy_runs, toy, tmp_pa
     other = tmp_path / "other"
     pq.write_table(pa.table({"text": [f"abc {i} def ghi" * 20 for i in range(60)]}), tmp_path / "other.parquet")
     done = run_command("prepare.py", f"--source={tmp_path / 'other.parquet'}", f"--out={other}",
-                       f"--tokenizer={toy / 'tokenizer.json'}", "--val_fraction=0.3", "--test_fraction=0.3", "--workers=1")
+                       f"--tokenizer={toy / 'tokenizer.json'}", "--val_fraction=0.3", "--test_fraction=0.3",
+                       "--workers=1")
     assert done.returncode == 0, done.stderr
     eval_here(own_run, f"--data={other}", "--split=test")
     with pytest.raises(ValueError, match="no test evaluation"):
