@@ -26,7 +26,9 @@ them, the rest beside them as report-, intervene-, position- and backends-<split
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import importlib.util
 import itertools
 import math
 import os
@@ -42,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads tha
 import numpy as np
 import torch
 
-from model import GPT, Arm, GPTConfig, Weights, find_arm
+from model import GPT, Arm, GPTConfig, Weights
 from prepare import (BadInput, Failed, Progress, atomic_file, check_tokenizer, did_you_mean, flag, load_tokenizer,
                      open_data, parse_flags, read_json, run_script, sha256_of, write_json)
 from route_kernel import choose_backend
@@ -92,15 +94,19 @@ class Divergence:
         self.js = torch.zeros(n_layer, dtype=torch.float64, device=device)
         self.weights = torch.zeros(n_layer, 2, most, dtype=torch.float64, device=device)
 
-    def add(self, record: list[Weights]) -> None:
-        by_name = {(w.layer, w.read): w.weights for w in record}
+    def add(self, record: list[Weights]) -> dict[int, torch.Tensor]:
+        """Add the tokens of `record`; returns their JS, float32 [N] for each layer that reads over depth."""
+        by_name, found = {(w.layer, w.read): w.weights for w in record}, {}
+        first, second = self.reads
         for l in range(len(self.js)):
-            pair = [by_name.get((l, read)) for read in self.reads]
-            if any(w is None for w in pair):  # an arm whose first layers do not read
+            if (l, first) not in by_name:  # an arm whose first layers do not read
                 continue
-            self.js[l] += js_divergence(*pair).sum(dtype=torch.float64)
+            pair = by_name[l, first], by_name[l, second]
+            found[l] = js_divergence(*pair)
+            self.js[l] += found[l].sum(dtype=torch.float64)
             for total, w in zip(self.weights[l], pair):
                 total[:len(w)] += w.sum(-1, dtype=torch.float64)
+        return found
 
     def result(self, n: int) -> dict:
         """js and js_of_mean (per layer, nats) and js_mean (over layers 1 to L - 1) of n tokens."""
@@ -130,8 +136,9 @@ def evaluate(model: GPT, data, split: str, windows: int, batch: int, device: tor
     `autocast` is a function returning the context to run under. Sums are float64, window by window. A CPU takes one
     window at a time whatever `batch` is, so that nothing depends on `batch` or `ranks`: a product's rounding follows
     its shape. Returns nll (nats), ppl, bits_per_byte, eval_tokens, js_mean, js, js_of_mean (per layer, nats) and
-    window_nll, float64 [windows]; None when `stop()` said so. `observe(token_nll, record)` is called with every batch:
-    NLL [B, T] and the Weights of each read. Raises BadInput for a token that the model does not know.
+    window_nll, float64 [windows]; None when `stop()` said so. `observe(token_nll, record, js)` is called with every
+    batch: NLL [B, T], the Weights of each read, and the JS of its tokens by layer. Raises BadInput for a token that the
+    model does not know.
     """
     T, pair = model.config.context, js_reads(model.arm)
     tokens, token_bytes = data.tokens(split), data.token_bytes() if token_bytes is None else token_bytes
@@ -156,16 +163,18 @@ def evaluate(model: GPT, data, split: str, windows: int, batch: int, device: tor
             record = [] if pair or observe else None
             with autocast():
                 token_nll = model.token_nll(ids[:, :-1], ids[:, 1:], record)
-            if pair:
-                divergence.add(record)
+            js = divergence.add(record) if pair else {}
             if observe:
-                observe(token_nll, record)
+                observe(token_nll, record, js)
             n_bytes += float(token_bytes[rows[:, 1:]].sum())
             nll[index] = token_nll.double().mean(1).cpu()  # the one wait for the device
             if rank == 0:
                 progress.update(len(index) * T)
+    sums = [nll, n_bytes]
+    if pair:
+        sums += [divergence.js, divergence.weights]
     if ranks > 1:
-        for s in (nll, n_bytes, *([divergence.js, divergence.weights] if pair else [])):
+        for s in sums:
             moved = s.to(device)
             torch.distributed.all_reduce(moved)  # a rank that had no window takes part too
             s.copy_(moved)
@@ -212,14 +221,13 @@ def pick_device(requested: str) -> torch.device:
         return device
     if os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0"):
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it"
         if torch.version.cuda is None:
             why = "this torch is a CPU build; see the README's install table"
         elif shown in ("", "-1"):
             why = f"none is visible to it, because CUDA_VISIBLE_DEVICES={shown!r}: unset that"
-        else:
-            why = f"the driver is too old for CUDA {torch.version.cuda}, or another process blocks it"
-            if shown is not None:
-                why += f", or CUDA_VISIBLE_DEVICES={shown!r} names none that is here"
+        elif shown is not None:
+            why += f", or CUDA_VISIBLE_DEVICES={shown!r} names none that is here"
         raise BadInput(f"an NVIDIA GPU is here but torch cannot use it: {why}, or pass --device=cpu")
     if requested == "cuda":
         raise BadInput("--device=cuda: no GPU is visible to torch")
@@ -254,28 +262,23 @@ def model_config(c: dict) -> GPTConfig:
 def load_checkpoint(folder: Path) -> dict | None:
     """The newest checkpoint that loads; None when there is none. Raises BadInput when there are some and none loads."""
     older = [p for p in folder.glob("ckpt-*.pt") if re.fullmatch(r"\d+", p.stem[5:])]
-    paths, broken = [folder / "ckpt.pt", *sorted(older, key=lambda p: -int(p.stem[5:]))], []
-    for path in paths:
+    broken = []
+    for path in [folder / "ckpt.pt", *sorted(older, key=lambda p: -int(p.stem[5:]))]:
         if not path.exists():
             continue
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             form, arch = saved["format"], saved["arch"]
-            break
         except Exception as e:  # torch raises many kinds for a file that is cut short
             broken.append(f"{path} does not load ({type(e).__name__}); delete it to start from the one before, or anew")
-    else:
-        if broken:
-            raise BadInput("\n".join(broken))
-        return None
-    try:
-        reads = find_arm(arch).reads
-    except ValueError as e:
-        raise BadInput(f"{path}: {e}") from None
-    if form == 1 and list(reads) != sorted(reads):
-        raise BadInput(f"{path} has format 1, in which the queries of {arch} stand under each other's names: train it "
-                       "anew")
-    return saved
+            continue
+        if form == 1 and arch in ("q_kv", "q_k_v", "mudd"):  # reads in another order than that of their names
+            raise BadInput(f"{path} has format 1, in which the queries of {arch} stand under each other's names: train "
+                           "it anew")
+        return saved
+    if broken:
+        raise BadInput("\n".join(broken))
+    return None
 
 
 def load_state(folder: Path) -> tuple[dict, dict, int]:
@@ -283,8 +286,9 @@ def load_state(folder: Path) -> tuple[dict, dict, int]:
     config, saved = read_json(folder / "config.json"), load_checkpoint(folder)
     if saved is None:
         raise BadInput(f"{folder} has no ckpt.pt: the run has not reached its first checkpoint")
-    if saved.get("name") not in (None, config.get("name")):
-        raise BadInput(f"{folder}: its checkpoint is that of another run, {saved['name']}")
+    name, arch = saved.get("name"), saved["arch"]
+    if name not in (None, config.get("name")) or arch != config.get("arch"):
+        raise BadInput(f"{folder}: its checkpoint is that of another run, {name or 'without a name'}, of {arch}")
     return saved["model"], config, saved["step"]
 
 
@@ -294,27 +298,15 @@ def load_run(folder: Path, device: torch.device, backend: str | None = None) -> 
     if backend:
         config = config | {"backend": backend}
     model = GPT(model_config(config), seed=None)
-    want = model.state_dict()
-    wrong = [f"{name} is not of this arm" for name in state if name not in want]
-    for name, p in want.items():
-        if name not in state:
-            wrong.append(f"{name} is missing")
-        elif state[name].shape != p.shape:
-            wrong.append(f"{name}: {tuple(state[name].shape)} saved, {tuple(p.shape)} in config.json")
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise BadInput(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(wrong[:3])}{more}")
-    model.config.backend = backend_here(model.config.backend, device)
-    model.load_state_dict(state)
-    return model.to(device).eval(), config, step
-
-
-def backend_here(requested: str, device: torch.device) -> str:
-    """The backend that `requested` means on `device`. Raises BadInput."""
     try:
-        return choose_backend(requested, device)[0]
+        model.load_state_dict(state)
+        model.config.backend, _ = choose_backend(model.config.backend, device)
+    except RuntimeError as e:  # it lists every parameter that is wrong
+        why = textwrap.shorten(str(e), 300, placeholder=" ...")
+        raise BadInput(f"{folder}: the checkpoint does not fit its config.json: {why}") from None
     except ValueError as e:
         raise BadInput(str(e)) from None
+    return model.to(device).eval(), config, step
 
 
 def runs_among(paths: list[str]) -> list[Path]:
@@ -322,18 +314,14 @@ def runs_among(paths: list[str]) -> list[Path]:
     for a path that does not exist, and where nothing is left."""
     folders = []
     for path in map(Path, paths):
-        try:
-            if not path.exists():
-                raise BadInput(f"{path} does not exist: name run folders, as in python eval.py runs/nano-rd-s123")
-            if (path / "config.json").exists():
-                folders.append(path)
-                continue
-            why = "has no config.json" if path.is_dir() else "is not a folder"
-        except PermissionError:
-            why = "may not be read"
-        print(f"skipped: {path} {why}, so it is no run", file=sys.stderr)
+        if not os.path.exists(path):
+            raise BadInput(f"{path} does not exist: name run folders, as in python eval.py runs/nano-rd-s123")
+        if os.path.exists(path / "config.json"):  # False too where it may not be looked at
+            folders.append(path)
+        else:
+            print(f"skipped: {path} holds no config.json that may be read, so it is no run", file=sys.stderr)
     if not folders:
-        raise BadInput("no run folder is among the paths given: name one, as in python eval.py runs/nano-rd-s123")
+        raise BadInput("no run folder is given: name one, as in python eval.py runs/nano-rd-s123")
     return folders
 
 
@@ -356,7 +344,7 @@ class Case:
     or cannot do what is asked, before any work."""
 
     def __init__(self, folder: Path, f: Flags, device: torch.device):
-        self.folder, self.flags, self.device, self.name, self.split = folder, f, device, folder.resolve().name, f.split
+        self.folder, self.flags, self.device, self.name = folder, f, device, folder.resolve().name
         self.model, self.config, self.step = load_run(folder, device, f.backend)
         missing = [key for key in NEEDED if key not in self.config]
         if missing:
@@ -364,10 +352,14 @@ class Case:
         self.autocast = make_autocast(device, self.config["dtype"])
         self.unstored = []  # why what was measured could not be written
         self.layers, self.interventions = parse_layers(f.layers, self.model.config.n_layer), {}
-        for text in f.texts():
-            self.interventions[text] = plan(self.model, text, self.layers)
+        if f.intervene is not None:
+            for text in f.intervene.split(","):
+                self.interventions[text.strip()] = plan(self.model, text.strip(), self.layers)
         if f.compare_backends:
-            check_comparable(self)
+            load_run(folder, device, "fused")  # refuses an arm, or a machine, without the fused path
+            if "queries" not in self.model.kinds().values():
+                raise BadInput(f"--compare_backends: {self.config['arch']} has no depth reads, so there is nothing to "
+                               "compare")
         if f.sample is not None or f.export:
             self.tokenizer = tokenizer_of(folder, self.config, f.data)
         if f.evaluates() or f.compare_backends:
@@ -384,16 +376,14 @@ class Case:
             raise BadInput(f"{self.data.path} has changed since {self.name} was trained on it ({c['data_fingerprint']} "
                            f"then, {self.data.fingerprint} now); --data={self.data.path} evaluates on it all the same")
         self.windows, self.enough = slice_windows(self.data, f.split, c["context"], f.eval_tokens or c["eval_tokens"])
+        self.facts = dict(run=c["name"], arch=c["arch"], split=f.split, step=self.step, windows=self.windows,
+                          eval_tokens=self.windows * c["context"], backend=self.model.config.backend,
+                          data_fingerprint=self.data.fingerprint)
 
-    def measure(self, observe=None, label: str | None = None) -> dict:
+    def measure(self, label: str, observe=None, autocast=None) -> dict:
         batch = self.flags.eval_batch or self.config["micro_batch"]
-        return evaluate(self.model, self.data, self.split, self.windows, batch, self.device, self.autocast,
-                        label=label or self.name, observe=observe)
-
-    def facts(self) -> dict:
-        return dict(run=self.config["name"], arch=self.config["arch"], split=self.split, step=self.step,
-                    windows=self.windows, eval_tokens=self.windows * self.config["context"],
-                    backend=self.model.config.backend, data_fingerprint=self.data.fingerprint)
+        return evaluate(self.model, self.data, self.flags.split, self.windows, batch, self.device,
+                        autocast or self.autocast, label=label, observe=observe)
 
     def path(self, kind: str = "") -> Path:
         """A .json in the run's eval/ folder. stats.py takes those that begin with the split for evaluations of the run:
@@ -401,11 +391,11 @@ class Case:
         parts = [kind] if kind else []
         if self.elsewhere:
             parts.append(f"on-{self.data.path.resolve().name}")
-        parts += [self.split, f"{self.step:06d}"]
-        if self.model.config.backend != self.config["backend"]:
-            parts.append(self.model.config.backend)
+        parts += [self.flags.split, f"{self.step:06d}"]
+        if self.facts["backend"] != self.config["backend"]:
+            parts.append(self.facts["backend"])
         if self.flags.eval_tokens:
-            parts.append(str(self.windows * self.config["context"]))
+            parts.append(str(self.facts["eval_tokens"]))
         return self.folder / "eval" / f"{'-'.join(parts)}.json"
 
     def keep(self, write: typing.Callable, path: Path, *args) -> str:
@@ -424,8 +414,9 @@ def table(header: list, rows: typing.Iterable[list]) -> str:
     return "\n".join(f"| {' | '.join(map(str, r))} |" for r in (header, ["---"] * len(header), *rows))
 
 
-def number(x: float | None, digits: int) -> str:
-    return "-" if x is None else f"{x:.{digits}f}"
+def number(x: float | None, digits: int, sd: float | None = None) -> str:
+    text = "-" if x is None else f"{x:.{digits}f}"
+    return text if sd is None else f"{text} ± {sd:.{digits}f}"
 
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's
@@ -441,7 +432,8 @@ def figure(path: Path, title: str, width: float, height: float, **layout):
     look = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     with plt.rc_context(look):
         fig, axes = plt.subplots(squeeze=False, layout="constrained", figsize=(width, height), **layout)
-        fig.suptitle(textwrap.fill(title, int(10 * width)), fontsize=8)  # 10 letters of that size, the widest even, are an inch
+        letters = int(10 * width)  # of that size, even the widest
+        fig.suptitle(textwrap.fill(title, letters), fontsize=8)
         yield fig, axes[0]
         with atomic_file(path) as out:
             fig.savefig(out, format="png", dpi=200, metadata={"Software": None})
@@ -457,24 +449,20 @@ class RouteReport:
 
     def __init__(self, case: Case):
         self.pair, self.softmax = js_reads(case.model.arm), case.model.arm.depth.softmax
-        self.n, self.sums, self.running, self.js = 0, {}, {}, {}
-        self.stride = -(-case.windows * case.config["context"] // 2 ** 20)  # a million tokens are enough for deciles
+        self.n, self.sums, self.running, self.js = case.facts["eval_tokens"], {}, {}, {}
+        self.stride = -(-self.n // 2 ** 20)  # a million tokens are enough for deciles
 
-    def __call__(self, token_nll: torch.Tensor, record: list[Weights]) -> None:
-        self.n += token_nll.numel()
-        for layer, read, w, self.running[layer, read] in record:
-            per_token = [w, w.square()]
+    def __call__(self, token_nll: torch.Tensor, record: list[Weights], js: dict[int, torch.Tensor]) -> None:
+        for layer, read, w, running in record:
+            self.running[layer, read], per_token = running, {"weights": w}
             if self.softmax:  # others' weights are no distributions: they have no entropy
-                entropy = -torch.xlogy(w, w).sum(0)
-                per_token += [entropy, entropy.square()]
-            new = [x.sum(-1, dtype=torch.float64) for x in per_token]
-            old = self.sums.get((layer, read))
-            self.sums[layer, read] = [a + b for a, b in zip(old, new)] if old else new
-        by_name = {(w.layer, w.read): w.weights for w in record}
-        for layer, read in by_name:
-            if self.pair and read == self.pair[0]:
-                js = js_divergence(by_name[layer, read], by_name[layer, self.pair[1]])
-                self.js.setdefault(layer, []).append(js[::self.stride])
+                per_token["entropy"] = -torch.xlogy(w, w).sum(0)
+            sums = self.sums.setdefault((layer, read), {})
+            for name, x in per_token.items():
+                total, square = sums.get(name, (0, 0))
+                sums[name] = total + x.sum(-1, dtype=torch.float64), square + x.square().sum(-1, dtype=torch.float64)
+        for layer, x in js.items():
+            self.js.setdefault(layer, []).append(x[::self.stride])
 
     def result(self, measured: dict) -> dict:
         """`reads`: for each its layer, mean weights and their sd [K] over tokens, entropy and its sd in nats, and
@@ -482,13 +470,13 @@ class RouteReport:
         evaluate."""
         reads, js = [], []
         for (layer, read), sums in self.sums.items():
-            means = [(s / self.n).cpu() for s in sums]
-            entropy = entropy_sd = None
-            weights_sd = (means[1] - means[0].square()).clamp_min(0).sqrt().tolist()
-            if self.softmax:
-                entropy, entropy_sd = means[2].item(), (means[3] - means[2].square()).clamp_min(0).sqrt().item()
-            reads.append(dict(layer=layer, read=read, running=self.running[layer, read], weights=means[0].tolist(),
-                              weights_sd=weights_sd, entropy=entropy, entropy_sd=entropy_sd))
+            found = dict(layer=layer, read=read, running=self.running[layer, read], weights=None, weights_sd=None,
+                         entropy=None, entropy_sd=None)
+            for name, (total, square) in sums.items():
+                mean = (total / self.n).cpu()
+                sd = ((square / self.n).cpu() - mean.square()).clamp_min(0).sqrt()
+                found |= {name: mean.tolist(), f"{name}_sd": sd.tolist()}
+            reads.append(found)
         for layer, parts in self.js.items():
             x = torch.cat(parts).double().cpu().numpy()
             deciles = {f"q{q}": np.percentile(x, q) for q in (10, 50, 90)}
@@ -500,16 +488,15 @@ class RouteReport:
 def report_text(report: dict) -> str:
     most, rows = max(len(r["weights"]) for r in report["reads"]), []
     for r in report["reads"]:
-        cells = [f"{mean:.3f} ± {sd:.3f}" for mean, sd in zip(r["weights"], r["weights_sd"])]
+        cells = [number(mean, 3, sd) for mean, sd in zip(r["weights"], r["weights_sd"])]
+        limit = None if r["entropy"] is None else math.log(len(cells))
         if r["running"]:
             cells[-1] += "*"
-        entropy = ["-", "-"]
-        if r["entropy"] is not None:
-            entropy = [f"{r['entropy']:.3f} ± {r['entropy_sd']:.3f}", f"{math.log(len(cells)):.3f}"]
-        rows.append([r["layer"], r["read"], *cells, *[""] * (most - len(cells)), *entropy])
+        cells += [""] * (most - len(cells))
+        rows.append([r["layer"], r["read"], *cells, number(r["entropy"], 3, r["entropy_sd"]), number(limit, 3)])
     header = ["layer", "read", *(f"source {k}" for k in range(most)), "entropy", "at most"]
-    text = "\nDepth weights, mean ± sd over tokens (source 0 the embedding, source k block k, * the block being " \
-           f"summed):\n\n{table(header, rows)}"
+    text = ("\nDepth weights, mean ± sd over tokens (source 0 the embedding, source k block k, * the block being "
+            f"summed):\n\n{table(header, rows)}")
     if report["js"]:
         header = ["layer", "mean", "sd", "10%", "median", "90%", "of mean weights"]
         keys = ("mean", "sd", "q10", "q50", "q90", "of_mean")
@@ -580,19 +567,19 @@ Change = dict[Place, torch.Tensor | int]  # what a read gets: another query [d],
 
 
 @torch.no_grad()
-def places_of(model: GPT) -> dict[tuple[int, str], Place]:
-    """The reads of a softmax mixture over depth by layer and feed; how many sources each has is seen in a pass."""
+def places_of(model: GPT) -> list[Place]:
+    """The reads of a softmax mixture over depth; how many sources each has is seen in a pass."""
     if not model.arm.depth.softmax:
-        return {}
-    record, kinds, found = [], model.kinds(), {}
+        return []
+    record, kinds, found = [], model.kinds(), []
     model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=model.wte.device), record)
     n_sources = {(w.layer, w.read): len(w.weights) for w in record}
     for prefix, mixer in model.mixers().items():
-        for i, feed in enumerate(mixer.feeds):
-            name, first = f"{prefix}.query.{feed}", i * len(mixer.names) // len(mixer.feeds)
-            if kinds.get(name) == "queries":  # a read in heads is recorded by head
-                key = mixer.layer, feed
-                found[key] = Place(*key, name, n_sources[mixer.layer, mixer.names[first]])
+        for feed in mixer.feeds:
+            name = f"{prefix}.query.{feed}"
+            recorded = feed if feed in mixer.names else f"{feed}0"  # a read in heads is recorded by head
+            if kinds.get(name) == "queries":
+                found.append(Place(mixer.layer, feed, name, n_sources[mixer.layer, recorded]))
     return found
 
 
@@ -602,31 +589,26 @@ def one_source(depth: type, sources: dict[tuple[int, str], int]) -> type:
 
     class OneSource(depth):
         def read(self, read, out_gain, ahead=None, last=False):
-            picked = {feed: sources[read.layer, feed] for feed in read.feeds if (read.layer, feed) in sources}
+            picked = [(i, feed) for i, feed in enumerate(read.feeds) if (read.layer, feed) in sources]
             if not picked:
                 return super().read(read, out_gain, ahead, last)
             all_sources = [*self.completed, self.partial]
             hs = list(super().read(read, out_gain, ahead, last))
-            before = self.sources, self.n_completed, self.opened, self.kept
-            for feed, s in picked.items():
-                self.sources, self.n_completed, self.opened = [all_sources[s]], 1, None
-                self.kept = None if self.kept is None else []
-                (hs[read.feeds.index(feed)],) = super().read(read, out_gain, feeds=(feed,))
-            self.sources, self.n_completed, self.opened, self.kept = before
-            if self.kept is not None:
-                self.kept[-len(read.names):] = [one_hot(w, read, picked) for w in self.kept[-len(read.names):]]
+            for i, feed in picked:
+                s, alone = sources[read.layer, feed], copy.copy(self)
+                alone.sources, alone.n_completed, alone.opened = [all_sources[s]], 1, None
+                alone.kept = alone.record = None
+                (hs[i],) = depth.read(alone, read, out_gain, feeds=(feed,))
+                if self.kept is not None:
+                    heads = len(read.names) // len(read.feeds)
+                    first = len(self.kept) - len(read.names) + i * heads
+                    for k in range(first, first + heads):
+                        weights = torch.zeros_like(self.kept[k].weights)
+                        weights[s] = 1
+                        self.kept[k] = self.kept[k]._replace(weights=weights)
             return tuple(hs)
 
     return OneSource
-
-
-def one_hot(recorded: Weights, read, picked: dict[str, int]) -> Weights:
-    feed = read.feeds[read.names.index(recorded.read) * len(read.feeds) // len(read.names)]
-    if feed not in picked:
-        return recorded
-    weights = torch.zeros_like(recorded.weights)
-    weights[picked[feed]] = 1
-    return recorded._replace(weights=weights)
 
 
 @contextlib.contextmanager
@@ -636,19 +618,13 @@ def changed(model: GPT, change: Change):
     sources = {(place.layer, place.feed): x for place, x in change.items() if isinstance(x, int)}
     before = {name: model.get_parameter(name).detach().clone() for name in queries}
     try:
-        set_parameters(model, queries)
+        model.load_state_dict(queries, strict=False)
         if sources:
             model.memory = one_source(model.arm.depth, sources)
         yield
     finally:
-        set_parameters(model, before)
+        model.load_state_dict(before, strict=False)
         model.memory = None
-
-
-@torch.no_grad()
-def set_parameters(model: GPT, values: dict[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        model.get_parameter(name).copy_(value)
 
 
 def parse_layers(text: str | None, n_layer: int) -> list[int]:
@@ -668,10 +644,11 @@ def parse_layers(text: str | None, n_layer: int) -> list[int]:
 
 
 def serving(reads: tuple[str, ...], roles: str) -> str | None:
-    """The read that feeds all of `roles`, letters out of q, k and v."""
-    if not roles or len(set(roles)) < len(roles):
-        return None
-    return next((read for read in reads if set(roles) <= set(read)), None)
+    """The read that feeds all of `roles`, letters out of q, k and v, each once."""
+    for read in reads:
+        if roles and all(read.count(role) == roles.count(role) for role in roles):
+            return read
+    return None
 
 
 def moves_of(arm: Arm, text: str) -> dict[str, str]:
@@ -679,15 +656,14 @@ def moves_of(arm: Arm, text: str) -> dict[str, str]:
     empty where a read would only get its own query. Raises ValueError."""
     reads = arm.reads
     if text == "swap":
-        pair = read_pair(arm)
-        return {pair[0]: pair[1], pair[1]: pair[0]} if pair else {}
+        pair = read_pair(arm) or ()
+        return dict(zip(pair, reversed(pair)))
     target, _, source = text.partition(":")
     if not re.fullmatch(r"uniform|source-?\d+|layer\d+|run=.+", source, re.ASCII):
         giver = serving(reads, source)
         if giver is None:
-            known = ["swap"]
-            for read in (*reads, "mlp", "out"):
-                known += [f"{read}:{word}" for word in (*reads, "uniform", "source0", "layer0")]
+            words = (*reads, "uniform", "source0", "layer0")
+            known = ["swap", *(f"{read}:{word}" for read in (*reads, "mlp", "out") for word in words)]
             raise ValueError(f"unknown{did_you_mean(text, known)} READ:FROM takes as FROM a read, uniform, sourceN, "
                              "layerN or run=FOLDER")
         if giver == serving(reads, target):
@@ -701,28 +677,22 @@ def moves_of(arm: Arm, text: str) -> dict[str, str]:
     return dict.fromkeys(targets, source)
 
 
-@torch.no_grad()
 def plan(model: GPT, text: str, layers: list[int]) -> Change:
     """The Change that the intervention `text` makes in `layers`. Raises BadInput for what is no intervention, or not
     one of this arm."""
-    places, change, n_layer = places_of(model), {}, model.config.n_layer
+    places, state, change = places_of(model), model.state_dict(), {}
     has = ", ".join((*model.arm.reads, "mlp", "out")) if places else "none"
     try:
         if not places:
             raise ValueError("its weights over depth are no softmax of queries, or it has none")
         moves = moves_of(model.arm, text)
-        for target, source in moves.items():
-            state = model.state_dict()
-            if source.startswith("run="):
-                state = load_state(Path(source[4:]).expanduser())[0]
-            for layer in [n_layer] if target == "out" else layers:
-                place = places.get((layer, target))
-                if place is None:  # an arm whose first layers do not read
-                    continue
-                if not source.startswith("source"):
-                    change[place] = query_from(model, state, places, place, source).to(model.wte.device, copy=True)
-                elif -place.n_sources <= int(source[6:]) < place.n_sources:
-                    change[place] = int(source[6:]) % place.n_sources
+        if "run=" in text:
+            state = load_state(Path(text.partition("run=")[2]).expanduser())[0]
+        for place in places:
+            if place.feed in moves and (place.layer in layers or place.feed == "out"):
+                new = given(state, place, moves[place.feed], model.get_parameter(place.name))
+                if new is not None:
+                    change[place] = new
         if moves and not change:
             raise ValueError("no such source in these layers")
     except ValueError as e:
@@ -730,31 +700,32 @@ def plan(model: GPT, text: str, layers: list[int]) -> Change:
     return change
 
 
-def query_from(model: GPT, state: dict, places: dict, place: Place, source: str) -> torch.Tensor:
-    """The query that `source` gives to the read at `place`, of `state`: the model's, or that of the run named there.
-    Raises ValueError."""
-    own = model.get_parameter(place.name)
+def given(state: dict, place: Place, source: str, own: torch.Tensor) -> torch.Tensor | int | None:
+    """What `source` gives to the read at `place` in place of its `own` query, out of `state`: the model's, or that of
+    the run which `source` names. None for a source that is not there. Raises ValueError where it has no such query."""
+    layer, feed, prefix = place.layer, place.feed, place.name.removesuffix(place.feed)
     if source == "uniform":
         return torch.zeros_like(own)
-    if source.startswith("run="):
-        layer, feed, whose = place.layer, place.feed, f"{source[4:]} has no"
-        prefix = place.name.removesuffix(feed)
-        names = [n for n in state if n.startswith(prefix) and set(feed) <= set(n[len(prefix):])]
-    else:
-        layer, feed = (int(source[5:]), place.feed) if source.startswith("layer") else (place.layer, source)
-        whose = f"layer {layer} is out of range (0 to {model.config.n_layer - 1}) or has no"
-        names = [places[layer, feed].name] if (layer, feed) in places else []
-    for name in names:
-        if state[name].shape == own.shape:
-            return state[name]
-    raise ValueError(f"{whose} {feed} read in layer {layer} with a query of width {len(own)}")
+    if source.startswith("source"):
+        s = int(source[6:])
+        return s % place.n_sources if -place.n_sources <= s < place.n_sources else None
+    if source.startswith("layer"):
+        layer = int(source[5:])
+        prefix = f"layers.{layer}." + prefix.removeprefix(f"layers.{place.layer}.")  # the output's is in none
+    elif not source.startswith("run="):  # another read of the attention
+        feed, prefix = source, prefix.replace("mlp_read", "attn_read")
+    for name, query in state.items():
+        if name.startswith(prefix) and set(feed) <= set(name[len(prefix):]) and query.shape == own.shape:
+            return query.clone()
+    whose = f"{source[4:]} has" if source.startswith("run=") else "there is"
+    raise ValueError(f"{whose} no {feed} read in layer {layer} with a query of width {len(own)}")
 
 
 def effect(case: Case, before: dict, change: Change, label: str) -> dict:
     """NLL with `change`, and its difference from `before` on the same windows with a paired 95% t interval."""
     from stats import t_interval
     with changed(case.model, change):
-        after = case.measure(label=label)
+        after = case.measure(label)
     d = after["window_nll"] - before["window_nll"]
     mean, sd, interval = float(d.mean()), None, None
     if len(d) > 1:
@@ -785,7 +756,7 @@ def run_interventions(case: Case, before: dict) -> None:
     header = ["intervention", "reads changed", "NLL before", "NLL after", "difference"]
     rows = []
     for text, e in found.items():
-        rows.append([text, e["reads"], f"{e['nll_before']:.6f}", f"{e['nll_after']:.6f}", with_interval(e)])
+        rows.append([text, e["reads"], number(e["nll_before"], 6), number(e["nll_after"], 6), with_interval(e)])
     print(f"\n{case.name}: reads changed in {f'layers {where}' if where else 'all layers'}; NLL on the same "
           f"{case.windows:,} windows, paired 95% t interval (windows taken as independent)\n\n{table(header, rows)}")
     if profiles:
@@ -794,7 +765,7 @@ def run_interventions(case: Case, before: dict) -> None:
     if where:
         found = {f"{text}@{where}": e for text, e in found.items()}
     path = case.path("intervene")
-    print(f"\n{case.keep(add_interventions, path, dict(case.facts(), nll_before=before['nll']), found)}")
+    print(f"\n{case.keep(add_interventions, path, dict(case.facts, nll_before=before['nll']), found)}")
     if profiles:
         print(case.keep(draw_profiles, path.with_suffix(".png"), case, profiles), flush=True)
 
@@ -802,20 +773,20 @@ def run_interventions(case: Case, before: dict) -> None:
 def add_interventions(path: Path, facts: dict, found: dict) -> None:
     """Write `found` to `path`, beside what was measured against the same `facts` before."""
     old = read_json(path) if path.exists() else {}
-    if any(old.get(key) != value for key, value in facts.items()):
-        old = {}
-    write_json(path, dict(facts, interventions={**old.get("interventions", {}), **found}))
+    if {key: old.get(key) for key in facts} == facts:
+        found = old["interventions"] | found
+    write_json(path, dict(facts, interventions=found))
 
 
 def draw_profiles(path: Path, case: Case, profiles: dict[str, list[dict]]) -> None:
     """What each intervention does in one layer at a time."""
-    title = f"{case.name}, {case.split}: one layer at a time, 95% t intervals over windows"
+    title = f"{case.name}, {case.flags.split}: one layer at a time, 95% t intervals over windows"
     with figure(path, title, 5.2, 3.4) as (_, (ax,)):
         for k, (text, effects) in enumerate(profiles.items()):
             aside = 0.5 * ((k + 0.5) / len(profiles) - 0.5)  # so that the bars of one layer stand side by side
             half = [e["t_ci"][1] - e["delta"] if e["t_ci"] else 0 for e in effects]
-            ax.errorbar([l + aside for l in case.layers], [e["delta"] for e in effects], half, fmt="os^Dv<>"[k % 7] + "-",
-                        ms=3.5, lw=0.8, capsize=2, color=COLOURS[k % 7], label=text)
+            ax.errorbar([l + aside for l in case.layers], [e["delta"] for e in effects], half, label=text, ms=3.5,
+                        lw=0.8, capsize=2, fmt="os^Dv<>"[k % 7] + "-", color=COLOURS[k % 7])
         ax.axhline(0, color="0.6", lw=0.8, zorder=0)
         ax.set(xlabel="layer changed", ylabel="change in NLL (nats per token)", xticks=case.layers)
         ax.legend(fontsize=7)
@@ -828,31 +799,22 @@ def draw_profiles(path: Path, case: Case, profiles: dict[str, list[dict]]) -> No
 TOLERANCE = {"float32": dict(logits=1e-5, nll=1e-5, js=1e-5), "bfloat16": dict(logits=2e-2, nll=2e-3, js=1e-3)}
 
 
-def check_comparable(case: Case) -> None:
-    """Raise BadInput where two backends cannot be told apart, or one cannot run."""
-    arch, arm = case.config["arch"], case.model.arm
-    if not arm.fused:
-        raise BadInput(f"--compare_backends: {arch} has no fused path, so there is nothing to compare")
-    if "queries" not in case.model.kinds().values():
-        raise BadInput(f"--compare_backends: {arch} has no depth reads, so there is nothing to compare")
-    backend_here("fused", case.device)
-
-
 @torch.no_grad()
 def compare_backends(case: Case) -> bool:
     """Logits (of the first window), NLL and JS of one checkpoint with reference and with fused routes, printed and
     stored; whether they agree."""
-    both, logits, path = [], [], case.path("backends")
-    dtype = case.config["dtype"] if case.device.type == "cuda" else "float32"  # Triton's interpreter rounds bfloat16 off
-    case.autocast, limit = make_autocast(case.device, dtype), TOLERANCE[dtype]
-    ids = torch.from_numpy(case.data.tokens(case.split)[:case.config["context"]].astype(np.int64))[None].to(case.device)
-    own = case.model.config.backend
+    both, logits, config = [], [], case.model.config
+    dtype = case.config["dtype"]
+    if case.device.type == "cpu":  # Triton's interpreter cuts bfloat16 off where it should round
+        dtype = "float32"
+    autocast, limit = make_autocast(case.device, dtype), TOLERANCE[dtype]
+    ids = torch.from_numpy(case.data.tokens(case.flags.split)[:config.context].astype(np.int64))[None].to(case.device)
     for backend in ("fused", "reference"):
-        case.model.config.backend = backend
-        with case.autocast():
+        config.backend = backend
+        with autocast():
             logits.append(case.model(ids).double())
-        both.append(case.measure(label=f"{case.name}, {backend}"))
-    case.model.config.backend, case.autocast = own, make_autocast(case.device, case.config["dtype"])
+        both.append(case.measure(f"{case.name}, {backend}", autocast=autocast))
+    config.backend = case.facts["backend"]
     (a, b), d = both, logits[0] - logits[1]
     found = dict(logits=(d.norm() / logits[1].norm()).item(), nll=abs(a["nll"] - b["nll"]), js=0.0,
                  logits_max=d.abs().max().item(), logits_mean=d.abs().mean().item(),
@@ -862,12 +824,12 @@ def compare_backends(case: Case) -> bool:
         found["js"] = max(abs(x - y) for x, y in zip(a["js"], b["js"]))
     found["within"] = all(found[k] <= v for k, v in limit.items())
     rows = [[k, f"{found[k]:.3g}", v] for k, v in limit.items()]
+    stored = case.keep(write_json, case.path("backends"), {**case.facts, **found, "backend": "fused, reference"})
     print(f"{case.name}: fused and reference routes, {case.windows:,} windows, {dtype}\n\n"
           f"{table(['', 'difference', 'tolerance'], rows)}\n\n"
           f"logits: norm of the difference over norm; at most {found['logits_max']:.3g}, on average "
           f"{found['logits_mean']:.3g}; nll: {found['nll_fused']:.7f} and {found['nll_reference']:.7f}, of a window at "
-          f"most {found['nll_window_max']:.3g}; js: the largest of a layer\n\n"
-          f"{case.keep(write_json, path, {**case.facts(), **found, 'backend': 'fused, reference'})}", flush=True)
+          f"most {found['nll_window_max']:.3g}; js: the largest of a layer\n\n{stored}", flush=True)
     return found["within"]
 
 
@@ -881,18 +843,6 @@ def sample(case: Case) -> str:
                                   generator)
     documents = itertools.groupby(out[0].tolist(), lambda token: token == eos)
     return "\n\n".join(tokenizer.decode(list(d)) for end, d in documents if not end)
-
-
-def check_export(folder: Path) -> None:
-    """Raise BadInput where --export=folder cannot be written, or would overwrite a run's config.json."""
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"--export={folder} is not a folder")
-    if (folder / "ckpt.pt").exists() or (folder / "metrics.jsonl").exists():
-        raise BadInput(f"--export={folder} is a run's folder: name another")
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise BadInput("--export needs safetensors: pip install -r requirements.txt") from None
 
 
 def export(case: Case, folder: Path) -> None:
@@ -942,29 +892,26 @@ class Flags:
         named = self.by_position or self.report or self.intervene is not None
         return named or not (self.compare_backends or self.export or self.sample is not None)
 
-    def texts(self) -> list[str]:
-        return [] if self.intervene is None else [text.strip() for text in self.intervene.split(",")]
-
 
 def evaluate_run(case: Case) -> dict:
     """One evaluation and what was asked for beside it, printed and stored."""
-    f, n, T = case.flags, case.windows, case.config["context"]
-    report, position = RouteReport(case), torch.zeros(T, dtype=torch.float64, device=case.device)
+    f, c, facts, n = case.flags, case.config, case.facts, case.windows
+    report, position = RouteReport(case), torch.zeros(c["context"], dtype=torch.float64, device=case.device)
 
-    def observe(token_nll, record):
+    def observe(token_nll, record, js):
         position.add_(token_nll.sum(0, dtype=torch.float64))
         if f.report:
-            report(token_nll, record)
+            report(token_nll, record, js)
 
-    result, facts, path = case.measure(observe), case.facts(), case.path()
-    tokens = case.step * case.config["tokens_per_step"]
+    result = case.measure(case.name, observe)
 
     def write(path):
-        store(case.folder, result, facts["run"], case.split, case.step, tokens, facts["backend"],
+        store(case.folder, result, c["name"], f.split, case.step, case.step * c["tokens_per_step"], facts["backend"],
               facts["data_fingerprint"], path)
 
-    print(f"{case.name}: step {case.step:,}, {n:,} windows x {T:,} = {n * T:,} tokens of {case.split} in "
-          f"{case.data.path}{'' if case.enough else ', all there is'}; {case.keep(write, path)}", flush=True)
+    print(f"{case.name}: step {case.step:,}, {n:,} windows x {c['context']:,} = {facts['eval_tokens']:,} tokens of "
+          f"{f.split} in {case.data.path}{'' if case.enough else ', all there is'}; {case.keep(write, case.path())}",
+          flush=True)
     result["position"] = (position / n).tolist()
     if f.by_position:
         case.keep(write_json, case.path("position"), dict(facts, nll=result["position"]))
@@ -974,7 +921,7 @@ def evaluate_run(case: Case) -> dict:
         print(f"\n{case.keep(write_json, path, found)}\n{case.keep(draw_report, path.with_suffix('.png'), found)}",
               flush=True)
     elif f.report:
-        print(f"{case.name}: {case.config['arch']} has no depth reads to report")
+        print(f"{case.name}: {c['arch']} has no depth reads to report")
     if case.interventions:
         run_interventions(case, result)
     return result
@@ -1005,16 +952,16 @@ def summary(results: list[tuple[str, dict]], by_position: bool) -> str:
 
 def main(argv: list[str]) -> None:
     f = parse_flags(Flags, argv, __doc__, positional="runs")
-    problems = [f"--{k} goes with --intervene" for k in ("layers", "by_layer") if getattr(f, k) and not f.texts()]
-    if not f.runs:
-        problems.append("name at least one run folder, as in python eval.py runs/nano-rd-s123")
-    if problems:
-        raise BadInput("\n".join(problems))
+    if f.intervene is None and (f.layers or f.by_layer):
+        raise BadInput("--layers and --by_layer go with --intervene")
     folders, device = runs_among(f.runs), pick_device(f.device)
     if f.export:
         if len(folders) > 1:
             raise BadInput("--export takes one run")
-        check_export(Path(f.export))
+        if (Path(f.export) / "ckpt.pt").exists() or (Path(f.export) / "metrics.jsonl").exists():
+            raise BadInput(f"--export={f.export} is a run's folder: name another")
+        if importlib.util.find_spec("safetensors") is None:
+            raise BadInput("--export needs safetensors: pip install -r requirements.txt")
     if f.split == "test":
         print("warning: the test split is for the last word: choose nothing by it", file=sys.stderr)
     for folder in folders[1:]:  # what is wrong with any is said before the work; one at a time fits the memory
