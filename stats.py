@@ -1294,8 +1294,8 @@ def tables(out: dict) -> list[Table]:
         Table("table3_pairs", "Every pair (Table 3)", pairs, (
             *what, "seed", "control_at", "control_se", "treatment_at", "treatment_se", "delta", "delta_se",
             "control_ppl", "treatment_ppl", "perplexity", "control_bits_per_byte", "treatment_bits_per_byte", "marks"),
-            "± text: standard error over evaluation windows, of Δ over their differences (neighbours share documents: "
-            "a floor)."),
+            "± text: standard error over evaluation windows, of Δ over their differences (neighbours share "
+            "documents: a floor)."),
         Table("milestones", "Milestones", out["milestones"], (
             *what, "n", "control_nll", "treatment_nll", "change", "t_ci", "won")),
         Table("trends", "Change of Δ between milestones (Figure 3)", out["trends"], (

@@ -137,7 +137,8 @@ def write_bin(path, n, vocab=61, seed=0):
     return path
 
 
-FLAGS = dict(scale="nano", n_layer=4, n_embd=32, n_head=2, block_layers=2, context=16, batch_size=4, micro_batch=4, max_steps=12,
+FLAGS = dict(scale="nano", n_layer=4, n_embd=32, n_head=2, block_layers=2, context=16, batch_size=4, micro_batch=4,
+             max_steps=12,
              eval_tokens=320, device="cpu", dtype="float32", lr=3e-3, ckpt_every=3)
 
 
@@ -149,7 +150,8 @@ def toy(tmp_path_factory):
     words = ["".join(rng.choice(list("abcdefghij"), rng.randint(2, 7))) for _ in range(60)]
     docs = [" ".join(rng.choice(words, 6)) for _ in range(60)]  # so little that twelve steps pass the end of an epoch
     pq.write_table(pa.table({"text": docs}), folder / "toy.parquet")
-    done = run_command("prepare.py", f"--source={folder / 'toy.parquet'}", f"--out={folder / 'data'}", "--vocab_size=300",
+    done = run_command("prepare.py", f"--source={folder / 'toy.parquet'}", f"--out={folder / 'data'}",
+                       "--vocab_size=300",
                        "--val_fraction=0.45", "--test_fraction=0.1", "--workers=1")
     assert done.returncode == 0, done.stderr
     return folder / "data"
@@ -207,9 +209,12 @@ def the_run(runs, arch):
 
 def test_prepare_flags_take_every_usual_form():
     parse = lambda *argv: parse_flags(train.Flags, list(argv), "", lists=True)
-    f = parse("--lr=1", "--max_steps=1e3", "--compile=false", "--no-deterministic", "--data=a=b", "--seed", "7", "--force")[0]
-    assert (f.lr, f.max_steps, f.compile, f.deterministic, f.data, f.seed, f.force) == (1.0, 1000, False, False, "a=b", 7, True)
-    assert [(x.arch, x.seed) for x in parse("--arch=block,rd", "--seed=1,2")] == [("block", 1), ("block", 2), ("rd", 1), ("rd", 2)]
+    f = parse("--lr=1", "--max_steps=1e3", "--compile=false", "--no-deterministic", "--data=a=b", "--seed", "7",
+              "--force")[0]
+    assert (f.lr, f.max_steps, f.data, f.seed) == (1.0, 1000, "a=b", 7)
+    assert (f.compile, f.deterministic, f.force) == (False, False, True)
+    pairs = [(x.arch, x.seed) for x in parse("--arch=block,rd", "--seed=1,2")]
+    assert pairs == [("block", 1), ("block", 2), ("rd", 1), ("rd", 2)]
     with pytest.raises(BadInput, match="--lr needs a value"):
         parse("--lr")
 
@@ -323,7 +328,8 @@ def test_prepare_bytes_do_not_depend_on_workers_or_hash_seed(prep_corpus, tmp_pa
         out = tmp_path / f"{workers}-{part}"
         script = tmp_path / "run.py"  # spawn imports the main script again: it must be a file with a guard
         script.write_text(f"if __name__ == '__main__':\n    {code}\n")
-        run = subprocess.run([sys.executable, script, PREP_SCRIPT.parent, str(part), f"--source={source}", f"--out={out}",
+        run = subprocess.run([sys.executable, script, PREP_SCRIPT.parent, str(part), f"--source={source}",
+                              f"--out={out}",
                               f"--workers={workers}", *flags], capture_output=True, text=True, timeout=120,
                              env={**os.environ, "PYTHONHASHSEED": str(workers), "RAYON_NUM_THREADS": str(workers)})
         assert run.returncode == 0, run.stderr
@@ -907,7 +913,8 @@ def test_prepare_two_at_once_and_the_home_folder(tmp_path):
     """P8: the second waits. P13: ~ is the home folder; a terminal without UTF-8 gets plain text."""
     prep_write(tmp_path / "\u00e9.parquet", prep_texts(20))
     env = {**os.environ, "HOME": str(tmp_path), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    command = [sys.executable, PREP_SCRIPT, f"--source={tmp_path / chr(233)}.parquet", "--out=~/out", "--vocab_size=300"]
+    source = f"--source={tmp_path / chr(233)}.parquet"
+    command = [sys.executable, PREP_SCRIPT, source, "--out=~/out", "--vocab_size=300"]
     runs = [subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [run.communicate(timeout=60)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
@@ -2254,7 +2261,8 @@ def test_train_schedule():
     assert train.lr_at(1, N, W, 3e-4) == pytest.approx(3e-4 / 1221, rel=1e-12)
     assert train.lr_at(W, N, W, 3e-4) == 3e-4 and train.lr_at(N, N, W, 3e-4) == pytest.approx(3e-5, rel=1e-12)
     middle = (N + W) // 2
-    assert train.lr_at(middle, N, W, 3e-4) == pytest.approx(3e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * (middle - W) / (N - W)))), rel=1e-12)
+    cosine = math.cos(math.pi * (middle - W) / (N - W))
+    assert train.lr_at(middle, N, W, 3e-4) == pytest.approx(3e-4 * (0.1 + 0.45 * (1 + cosine)), rel=1e-12)
     assert [m * 32768 for m in train.milestones(N, None)] == [250_019_840, 500_006_912, 1_000_013_824, 2_000_027_648]
     assert train.milestones(N, 15_259) == [7630, 15259]
     assert train.milestones(1, None) == [1] and train.lr_at(1, 1, train.warmup_steps(1, 0.02), 1.0) == 1.0
@@ -2271,7 +2279,8 @@ def test_train_data_order(tmp_path):
     assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and list(flat[:10]) != list(flat[10:])
     expect = np.concatenate([np.random.RandomState([5, e]).permutation(10) for e in (0, 1)])
     assert np.array_equal(flat, expect)
-    assert np.array_equal(b.indices(3), train.Batches(bin, 16, 4, seed=5, vocab_size=61).indices(3)), "a later step alone gives the same"
+    again = train.Batches(bin, 16, 4, seed=5, vocab_size=61)
+    assert np.array_equal(b.indices(3), again.indices(3)), "a later step alone gives the same"
     bin = np.fromfile(path, "<u2")
     for ranks in (1, 2, 4):
         for micro in (1, 4 // ranks):
@@ -2282,21 +2291,26 @@ def test_train_data_order(tmp_path):
 
 def test_train_a_run_is_what_the_contract_says(toy_runs):
     folder = the_run(toy_runs, "rd")
-    assert folder.name == "nano-rd-s123-datadata-steps12-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32"
+    shape = "steps12-batch4-context16-layers4-width32-heads2"
+    assert folder.name == f"nano-rd-s123-datadata-{shape}-lr3e-3-eval320-dtypefloat32"
     c = json.loads((folder / "config.json").read_text())
-    assert {"arch", "scale", "seed", "backend", "max_steps", "tokens_per_step", "n_params", "data_fingerprint", "torch", "triton", "python",
+    assert {"arch", "scale", "seed", "backend", "max_steps", "tokens_per_step", "n_params", "data_fingerprint",
+            "torch", "triton", "python",
             "device", "git_commit", "git_dirty", "probe", "init_sha256"} <= set(c)
     assert not any(isinstance(v, dict) for k, v in c.items() if k != "probe")
     lines = timeless(folder)
     steps = [x for x in lines if x["kind"] == "train"]
-    assert [x["step"] for x in steps] == list(range(1, 13)) and [x["tokens"] for x in steps] == [64 * n for n in range(1, 13)]
+    assert [x["step"] for x in steps] == list(range(1, 13))
+    assert [x["tokens"] for x in steps] == [64 * n for n in range(1, 13)]
     assert [x["lr"] for x in steps] == [train.lr_at(n, 12, 1, 3e-3) for n in range(1, 13)]
     evals = [x for x in lines if x["kind"] == "eval"]
-    assert [x["step"] for x in evals] == [2, 3, 6, 12] and all(x["eval_tokens"] == 320 and len(x["js"]) == 4 for x in evals)
+    assert [x["step"] for x in evals] == [2, 3, 6, 12]
+    assert all(x["eval_tokens"] == 320 and len(x["js"]) == 4 for x in evals)
     assert evals[-1]["js"][0] == 0 and evals[-1]["js_mean"] == pytest.approx(sum(evals[-1]["js"][1:]) / 3, rel=1e-12)
     assert lines[-1] == dict(kind="end", status="complete", step=12, tokens=768)
     windows = np.load(folder / "eval" / "val-000012.npy")
-    assert windows.dtype == np.float64 and windows.shape == (20,) and windows.mean() == pytest.approx(evals[-1]["nll"], abs=1e-12)
+    assert windows.dtype == np.float64 and windows.shape == (20,)
+    assert windows.mean() == pytest.approx(evals[-1]["nll"], abs=1e-12)
     assert evals[-1]["ppl"] == pytest.approx(math.exp(evals[-1]["nll"]))
     plan = json.loads((toy_runs / "plan.json").read_text())["plans"][0]
     assert plan["arms"] == ["block", "rd"] and plan["runs"][1] == folder.name
@@ -2391,10 +2405,11 @@ def test_train_early_stop_keeps_the_schedule(toy_runs, toy, tmp_path):
 
 def test_train_finished_runs_are_skipped_and_a_failing_one_does_not_end_a_sweep(toy, tmp_path, capsys):
     flags = as_flags(data=toy, out=tmp_path, arch="block", seed="1,2", max_steps=4)
-    for folder in ("nano-block-s1-datadata-steps4-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32",):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "ckpt.pt").write_bytes(b"not a checkpoint")
-        (tmp_path / folder / "config.json").write_text("{}")
+    settings = "datadata-steps4-batch4-context16-layers4-width32-heads2-lr3e-3-eval320-dtypefloat32"
+    foreign = tmp_path / f"nano-block-s1-{settings}"
+    foreign.mkdir()
+    (foreign / "ckpt.pt").write_bytes(b"not a checkpoint")
+    (foreign / "config.json").write_text("{}")
     assert train.main(flags) == 1
     out = capsys.readouterr().out
     assert "1 failed; 1 complete" in out and "s1-" in out.split("not trained here: ")[1]
@@ -2430,7 +2445,8 @@ def test_train_resume_with_other_settings_is_refused(toy_runs, toy, tmp_path):
     c, metrics = json.loads((folder / "config.json").read_text()), (folder / "metrics.jsonl").read_text()
     before = (folder / "ckpt.pt").read_bytes()
     go = lambda: train.main(as_flags(data=toy, out=tmp_path, arch="rd"))
-    for change, words in ((dict(lr=1.0, data_fingerprint="x"), ["lr: 1.0 before, 0.003 now", "data_fingerprint: x before"]),
+    for change, words in ((dict(lr=1.0, data_fingerprint="x"),
+                           ["lr: 1.0 before, 0.003 now", "data_fingerprint: x before"]),
                           (dict(probe={**c["probe"], "rd": [0.0] * 7}), ["the code:"])):
         (folder / "config.json").write_text(json.dumps({**c, **change}))
         (folder / "metrics.jsonl").write_text(metrics.replace('"complete"', '"stopped"'))
@@ -2467,7 +2483,8 @@ def test_train_a_lock_is_respected_and_a_dead_one_taken_over(tmp_path, monkeypat
     origin.write_text(train.home())
     with train.claim(lock, "it"):
         assert train.owner_of(lock) == (str(os.getpid()), host)
-    for text, words in ((f"1\nelsewhere\n", "process 1 of elsewhere"), ("", "nobody can tell whose"), ("[1]", "nobody can"),
+    for text, words in (("1\nelsewhere\n", "process 1 of elsewhere"), ("", "nobody can tell whose"),
+                        ("[1]", "nobody can"),
                         ("{}", "nobody can")):
         lock.write_text(text)
         held_by(words + ".*--force")
@@ -2500,7 +2517,8 @@ def test_train_names():
     """Settings that are not the scale's default enter a run's name, in order; machine settings never."""
     name = lambda **kw: train.resolve(train.Flags(device="cpu", **kw), torch.device("cpu"), 1)["name"]
     assert name(arch="rd", scale="S", seed=123) == "S-rd-s123"
-    assert name(arch="rd", scale="S", seed=7, lr=3e-4, max_tokens=2_000_000_000, batch_size=32, context=1024) == "S-rd-s7"
+    usual = dict(lr=3e-4, max_tokens=2_000_000_000, batch_size=32, context=1024)
+    assert name(arch="rd", scale="S", seed=7, **usual) == "S-rd-s7"
     assert name(arch="rd", scale="nano", lr=6e-4) == "nano-rd-s123-lr6e-4"
     assert name(arch="block", scale="S", micro_batch=2, compile=True, tag="x") == "S-block-s123-x"
     assert name(arch="rd", scale="S", stop_tokens=500_000_000) == "S-rd-s123-stop15259"
@@ -2536,7 +2554,8 @@ def test_train_micro_batch_and_ranks():
     (["a folder of runs, or with --benchmark a .json file"], ["--out=x.json"]),
     (["a folder of runs, or with --benchmark a .json file"], ["--out=x", "--benchmark"]),
     (["--wandb needs the package"], ["--scale=nano", "--wandb=x"]), (["--device=mps wants one of"], ["--device=mps"]),
-    (["/nonexistent does not exist"], ["--dry_run", "--scale=nano", "--n_layer=2", "--data=/nonexistent", "--device=cpu"]),
+    (["/nonexistent does not exist"],
+     ["--dry_run", "--scale=nano", "--n_layer=2", "--data=/nonexistent", "--device=cpu"]),
     (["--arch=rd,,blok has an empty place in its list"], ["--arch=rd,,blok"]),
     (["did you mean block?"], ["--arch=rd,blok"]),
 ])
@@ -2549,9 +2568,21 @@ def test_train_bad_training_input(words, flags, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("script, flags", [
+    ("train.py", ["--lrr=1", "--lr=x", "--seed=-1"]), ("train.py", ["--arch=blok", "--scale=nano"]),
+    ("eval.py", ["runs/none"]), ("stats.py", ["runs/none"]), ("prepare.py", ["--source=none", "--out=none/out"]),
+    ("route_kernel.py", ["--rows=x"])])
+def test_train_every_script_ends_bad_input_with_lines_and_code_2(script, flags, tmp_path):
+    done = run_command(script, *flags)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.strip()
+    if script != "route_kernel.py":  # which stands alone: argparse's own words
+        assert all(line.startswith("error: ") for line in done.stderr.strip().splitlines())
+
+
 @pytest.mark.parametrize("words, flags", [
     (["tokens, the paper's slice is 10,485,760", "--shards=3"], dict(scale="S", context=16)),
-    (["training tokens are asked for and", "--repeat_data"], dict(scale="S", eval_tokens=64, context=16, max_tokens=10 ** 7)),
+    (["training tokens are asked for and", "--repeat_data"],
+     dict(scale="S", eval_tokens=64, context=16, max_tokens=10 ** 7)),
     (["less than one window of 4096 + 1"], dict(scale="nano", context=4096)),
 ])
 def test_train_data_too_small_for_the_run(words, flags, toy, tmp_path):
@@ -2568,7 +2599,8 @@ def test_train_a_benchmark_times_every_arm_beside_the_first(tmp_path, capsys, mo
     assert train.main(["--benchmark", "--arch=block,plain,rd", "--scale=nano", "--rounds=2", "--device=cpu",
                        f"--out={out}"]) == 0
     text = capsys.readouterr().out
-    for row in ("| block | reference, float32 | 128 | 1.000 (1.000-1.000) | 12.8% |", "round 2: block 128  plain 256  rd 64",
+    for row in ("| block | reference, float32 | 128 | 1.000 (1.000-1.000) | 12.8% |",
+                "round 2: block 128  plain 256  rd 64",
                 "| plain | reference, float32 | 256 | 2.000 (2.000-2.000) | 25.6% |",
                 "| rd | reference, float32 | 64 | 0.500 (0.500-0.500) | 6.4% |"):
         assert row in text
@@ -2586,7 +2618,8 @@ def bench_worker_of_tests(c, device, parent):
 
 def test_train_every_field_of_the_model_is_a_flag(tmp_path):
     """Declared once, in GPTConfig: flag, bounds, name, config.json, resuming; so is one that a user adds."""
-    f, = parse_flags(train.Flags, ["--scale=nano", "--mlp_ratio=4", "--eps=1e-5", "--rope_base=50000", "--init_std=0.01"],
+    f, = parse_flags(train.Flags,
+                     ["--scale=nano", "--mlp_ratio=4", "--eps=1e-5", "--rope_base=50000", "--init_std=0.01"],
                      "", lists=True)
     c = train.resolve(f, torch.device("cpu"), 1)
     assert c["name"] == "nano-rd-s123-mlp4-normeps1e-5-rope5e4-init0.01"
@@ -2600,7 +2633,8 @@ def test_train_every_field_of_the_model_is_a_flag(tmp_path):
     text = (ROOT / "model.py").read_text()
     line = '    block_layers: int = setting(4, "layers per residual block", "block", least=1)\n'
     assert line in text
-    (tmp_path / "model.py").write_text(text.replace(line, line + '    wobble: float = setting(0.5, "new", "wob", least=0)\n'))
+    more = line + '    wobble: float = setting(0.5, "new", "wob", least=0)\n'
+    (tmp_path / "model.py").write_text(text.replace(line, more))
     script = """
 import os, torch, train
 assert os.environ["OMP_WAIT_POLICY"] == "passive"
@@ -2647,7 +2681,8 @@ def stopped(toy_runs, tmp_path, arch="rd"):
     ("log cut", "metrics.jsonl lacks records"), ("no evaluation", "metrics.jsonl lacks records"),
     ("no record", "line 4 is no record"), ("config", "folder of another run: its config.json says nano-x"),
     ("no config", "config.json: No such file"), ("probe", "on a fixed tiny model, arm rd gave"),
-    ("order", "the order of the data was"), ("plan", "plan.json holds no list of plans"), ("lock", "nobody can tell whose")])
+    ("order", "the order of the data was"), ("plan", "plan.json holds no list of plans"),
+    ("lock", "nobody can tell whose")])
 def test_train_a_folder_that_is_not_whole_is_refused(toy_runs, toy, tmp_path, fault, words):
     folder = stopped(toy_runs, tmp_path)
     config, log = json.loads((folder / "config.json").read_text()), (folder / "metrics.jsonl")
@@ -2857,12 +2892,15 @@ def test_train_starting_from_another_run_names_what_does_not_fit(own_run, toy, t
 
 
 def test_train_one_arm_under_two_names_runs_once(capsys):
-    assert train.main(["--arch=mhar,mhar:heads=2,mhar:heads=4", "--scale=nano", "--n_layer=2", "--n_embd=32", "--n_head=2",
+    assert train.main(["--arch=mhar,mhar:heads=2,mhar:heads=4", "--scale=nano", "--n_layer=2", "--n_embd=32",
+                       "--n_head=2",
                        "--context=16", "--dry_run"]) == 0
-    assert [line.split(":")[0].split("-")[1] for line in capsys.readouterr().out.splitlines()] == ["mhar", "mhar_heads4"]
+    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [name.split("-")[1] for name in names] == ["mhar", "mhar_heads4"]
 
 
-@pytest.mark.parametrize("arch", ["full_rd", "delta", "mudd", "mhc", "depth_attention", "block_resformer:learnable=true"])
+@pytest.mark.parametrize("arch", ["full_rd", "delta", "mudd", "mhc", "depth_attention",
+                                  "block_resformer:learnable=true"])
 def test_train_rivals_resume_and_are_measured(arch, toy, tmp_path, monkeypatch):
     """Stopped in the middle and continued: the same bytes; then evaluated by itself and sampled from."""
     code, straight = train_here(tmp_path / "a", toy, arch=arch)
