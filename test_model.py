@@ -4012,6 +4012,16 @@ def test_stats_equivalence_is_two_one_sided_tests_and_the_90_percent_interval(me
     assert stats.t_interval(mean, sd, n, 0.9) == pytest.approx((low, high), rel=1e-9)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_stats_equivalence_needs_both_sides_of_the_interval(tmp_path, capsys, sign):
+    for seed in range(1, 6):
+        stats_run(tmp_path, stats_config("block", seed=seed), {61036: 3.1 + seed / 8})
+        stats_run(tmp_path, stats_config("rd", seed=seed), {61036: 3.1 + seed / 8 + sign * (0.004 + 0.0003 * seed)})
+    for margin, equivalent in ((0.005, False), (0.01, True)):
+        (c,) = stats_json(capsys, tmp_path, f"--margin={margin}")[1]["comparisons"]
+        assert c["equivalence"]["equivalent"] == equivalent and c["mean"] == pytest.approx(sign * 0.0049)
+
+
 def test_stats_next_interval_holds_the_next_seed_in_95_percent():
     draws = np.random.default_rng(3).normal(-0.03, 0.003, (20_000, 6))
     held = [low <= d[5] <= high for d in draws
