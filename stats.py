@@ -314,7 +314,8 @@ def read_metrics(path: Path, samples: int | None = 64) -> list[dict]:
     ends = np.flatnonzero(text == ord("\n"))
     starts = np.concatenate([[0], ends[:-1] + 1])[:len(ends)]
     torn = np.flatnonzero((text[starts] != ord("{")) | (text[ends - 1] != ord("}")))  # read for their error
-    others = np.searchsorted(ends, [m.start() for m in re.finditer(rb'"(?:eval|end)"', data)])
+    marks = [m.start() for kind in (b'"eval"', b'"end"') for m in re.finditer(kind, data)]
+    others = np.searchsorted(ends, marks)
     sampled = range(0, len(ends), max(1, len(ends) // samples) if samples else 1)
     wanted = {0, 1, *sampled, *range(len(ends))[-3:], *others.tolist(), *torn.tolist()}
     for i in sorted(wanted & set(range(len(ends)))):
